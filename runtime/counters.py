@@ -62,7 +62,7 @@ class SharedCounters(NamedTuple):
 
     hits, misses        chunks that the store had, or had not, when it was asked, by turns that
                         arrived or had ended
-    written, read       records
+    written, read       records; of a state, its pieces
     refused             records that were not written because the store has no room
     rejected            records that were read and are damaged, or another chunk's
     errors              calls that failed

@@ -117,7 +117,9 @@ class Scheduler:
         self._write_behind = WriteBehind(config, cost, self._store)
         self._sharing: Sharing | None = None
         if self._store.shared is not None:
-            self._sharing = Sharing(config, cost, self._store, self._store.shared, self._queues)
+            self._sharing = Sharing(
+                config, cost, self._store, self._store.shared, self._queues, kept
+            )
             self._sharing.other, self._write_behind.other = self._write_behind, self._sharing
         self._order = QueueOrder(config, cost, self._lookup, self._queues.waiting)
         self.draft_timing = DraftTiming(cost)

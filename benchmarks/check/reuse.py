@@ -10,8 +10,8 @@ for the store; rank 0's device must hold the whole model in float32.
 
 With states, prompts also run without the KV of a leading part (`leading`) or of a part behind a
 state (`inner`). Then they run with nothing beside them: cold (`alone`), and from the GPU, from
-HOST, from both, and from DISK after a restart. These four must give the bits of `alone`. There is
-no shared store.
+HOST, from both, from DISK after a restart, and from the store. These five must give the bits of
+`alone`.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ from ..ranks import run_as_ranks
 from .reuse_ways import (
     ALONE,
     DISK,
+    FETCHED,
     SEATS,
     WAYS,
     WAYS_OF_RANKS,
@@ -272,7 +273,7 @@ def measure(
         torch.cuda.empty_cache()
     names: Sequence[str] = WAYS if ranks is None else WAYS_OF_RANKS
     if states is not None:
-        names = [way for way in WAYS_OF_STATES if ranks is None or way != DISK]
+        names = [way for way in WAYS_OF_STATES if ranks is None or way not in (DISK, FETCHED)]
     ways = {way: Way() for way in names}
     first: dict[str, dict[int, LoopAnswer]] = {"cold": {}, ALONE: {}}
 
@@ -318,6 +319,7 @@ def measure(
             run_one(3, ask_alone, config, 1)
             if ranks is None:
                 ask_disk(device, engine, config, sizes, prompts, tell, seed, store)
+                ask_store(device, engine, config, sizes, prompts, tell, seed, form, store)
             device.end()
             device = make_device(engine.manifest.device)  # states lie at the end of its own pool
             run_one(4, ask_suspended, tight, size)
@@ -341,9 +343,11 @@ def ask_store(
     sharing = replace(config, shared_min_tokens=sizes.size)
     with TemporaryDirectory(dir=folder) as name:
         options = DirectoryOptions(Path(name), STORE_BYTES)
-        settings = SharedSettings(SharedConfig(options), "", sizes.host)
-        share = partial(Executor, host_form=form, shared=settings)
-        ask_fetched(lambda: Asker(device, engine, sharing, 1, seed + 4, share), prompts, tell)
+        has_states = config.states is not None
+        settings = SharedSettings(SharedConfig(options), "", sizes.host, states=has_states)
+        share = partial(Executor, host_form=form, shared=settings, states=engine.state_shape)
+        way = FETCHED if has_states else "fetched"
+        ask_fetched(lambda: Asker(device, engine, sharing, 1, seed + 4, share), prompts, tell, way)
 
 
 def ask_disk(

@@ -28,10 +28,11 @@ WAYS_OF_RANKS = ("cold", "gpu", "host", "partly", "recomputed", "suspended")
 WAYS = (*WAYS_OF_RANKS, "fetched")
 WAYS_OF_STATES = (
     *("cold", "gpu", "host", "recomputed", "leading", "inner", "suspended"),
-    *("alone", "alone-gpu", "alone-host", "alone-half", "alone-disk"),
+    *("alone", "alone-gpu", "alone-host", "alone-half", "alone-disk", "alone-fetched"),
 )
 ALONE = "alone"
-DISK = "alone-disk"  # only of one rank
+DISK = "alone-disk"  # only of one rank, as the next one
+FETCHED = "alone-fetched"
 SCORED = Sampling(logprobs=MOST_LOGPROBS)
 ROWS = 8  # rows that generate beside the prompt
 SEATS = 2 * ROWS
@@ -267,6 +268,7 @@ def check_states(way: str, answer: LoopAnswer, prompt: array[int], sizes: ReuseP
         "alone-host": {"host": state},
         "alone-half": {"gpu": state - hole, "host": hole},
         "alone-disk": {"disk": state},
+        "alone-fetched": {"shared": state},
     }
     right = Usage(new=count)
     if way in sources:
@@ -364,9 +366,11 @@ def ask_suspended(
     asker.end()
 
 
-def ask_fetched(make_asker: Callable[[], Asker], prompts: Sequence[array[int]], tell: Told) -> None:
-    """From the store, by a loop of its own for each prompt. A store that answers too late is asked
-    again: a busy machine may delay it."""
+def ask_fetched(
+    make_asker: Callable[[], Asker], prompts: Sequence[array[int]], tell: Told, way: str
+) -> None:
+    """Alone, from the store, by a loop of its own for each prompt. A store that answers too late is
+    asked again: a busy machine may delay it."""
     with closing(make_asker()) as writer:
         for prompt in prompts:
             writer.ask(prompt, 1)
@@ -376,4 +380,4 @@ def ask_fetched(make_asker: Callable[[], Asker], prompts: Sequence[array[int]], 
                 answer = reader.ask(prompt, SHORT_REPLY)
             if answer.usage is not None and answer.usage.shared:
                 break
-        tell("fetched", number, answer)
+        tell(way, number, answer)

@@ -6,6 +6,9 @@ one for each salt that clients gave. A block is told in the slowest tier on its 
 and not at all behind a hole. So what is told is always a tree from the root, in which tiers never
 get faster along a path: routers score the leading blocks of a prompt, and forget a block whose
 parent they do not know.
+
+If the model has recurrent states, a block is told only if a state is at its end or further on its
+path, before the next hole: a request begins at a state.
 """
 
 from __future__ import annotations
@@ -37,10 +40,24 @@ class Block:
     salt        the given salt of its tree, or None
     tiers       of its chunks, by their keys; empty: a hole, kept for the blocks behind it
     children    by their tokens
+    usable      a request can begin at its end or further on, if nothing before it is missing
+    usable_children
+                the number of its children that are usable
     told        the tier in which routers know it, or NO_SLOT
     """
 
-    __slots__ = ("children", "depth", "key", "parent", "salt", "tiers", "tokens", "told")
+    __slots__ = (
+        "children",
+        "depth",
+        "key",
+        "parent",
+        "salt",
+        "tiers",
+        "tokens",
+        "told",
+        "usable",
+        "usable_children",
+    )
 
     def __init__(self, key: bytes, parent: Block | None, tokens: bytes, salt: str | None):
         self.key = key
@@ -50,6 +67,8 @@ class Block:
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.tiers: dict[ChunkKey, int] = {}
         self.children: dict[bytes, Block] = {}
+        self.usable = False
+        self.usable_children = 0
         self.told: int = NO_SLOT if parent is not None else GPU
 
     @property
@@ -63,7 +82,7 @@ class Block:
         parent = self.parent
         if parent is None:
             return GPU
-        if not self.tiers or parent.told == NO_SLOT:
+        if not self.usable or parent.told == NO_SLOT:
             return NO_SLOT
         return max(min(self.tiers.values()), parent.told)
 
@@ -71,14 +90,16 @@ class Block:
 class Blocks:
     """All blocks that are in a tier, those before them, and what routers know of them."""
 
-    def __init__(self, seed: bytes, chunk_tokens: int):
-        """`seed`: as in `SchedulerConfig`."""
+    def __init__(self, seed: bytes, chunk_tokens: int, has_states: bool = False):
+        """`seed`: as in `SchedulerConfig`; `has_states`: the model has recurrent states."""
         self._seed = seed
         self._size = chunk_tokens
         self._roots: dict[str | None, Block] = {}
         self._by_chunk: dict[ChunkKey, Block] = {}
         # resident chunks whose tokens are not known yet, with their tiers
         self._unnamed: dict[ChunkKey, int] = {}
+        # by the chunk's key, after how many tokens; None: a request can begin anywhere
+        self._states: dict[ChunkKey, int] | None = {} if has_states else None
         self._changed: dict[Block, None] = {}
         self._perhaps_empty: dict[Block, None] = {}
 
@@ -91,6 +112,8 @@ class Blocks:
         """Applies what the scheduler noted; `events` tells it."""
         for key, tier in changes.tiers:
             self._move(key, tier)
+        for key, end in changes.states:
+            self._set_state(key, end)
         for run in changes.names:
             keys = run.keys[run.first : run.end]
             # a context without its first tokens has other KV than a prompt of all its tokens
@@ -103,6 +126,8 @@ class Blocks:
         there = {key for key, _ in resident.tiers}
         for key in [key for key in (*self._by_chunk, *self._unnamed) if key not in there]:
             self._move(key, NO_SLOT)
+        for key in list(self._states or ()):
+            self._set_state(key, 0)
         self.apply(resident)
 
     def _move(self, key: ChunkKey, tier: int) -> None:
@@ -119,6 +144,16 @@ class Blocks:
             self._perhaps_empty[block] = None
         else:
             block.tiers[key] = tier
+
+    def _set_state(self, key: ChunkKey, end: int) -> None:
+        assert self._states is not None
+        if end:
+            self._states[key] = end
+        else:
+            self._states.pop(key, None)
+        block = self._by_chunk.get(key)
+        if block is not None:
+            self._changed[block] = None
 
     def _name(self, run: ContextRun, keys: Sequence[ChunkKey]) -> None:
         first = run.first
@@ -190,6 +225,8 @@ class Blocks:
         """Brings `told` up to date. Returns what it was before, of blocks that changed in
         between."""
         before: dict[Block, int] = {}
+        for block in sorted(self._changed, key=_depth, reverse=True):
+            self._update_usable(block)
         stack = sorted(self._changed, key=_depth, reverse=True)  # the next to the root first
         self._changed.clear()
         while stack:
@@ -200,6 +237,24 @@ class Blocks:
                 block.told = tier
                 stack += block.children.values()
         return before
+
+    def _update_usable(self, block: Block) -> None:
+        """Brings `usable` up to date, from the block towards its root."""
+        parent = block.parent
+        while parent is not None and block.usable != self._is_usable(block):
+            block.usable = not block.usable
+            self._changed[block] = None
+            parent.usable_children += 1 if block.usable else -1
+            block, parent = parent, parent.parent
+
+    def _is_usable(self, block: Block) -> bool:
+        if not block.tiers:
+            return False
+        states = self._states
+        if states is None or block.usable_children:
+            return True
+        end = block.depth * self._size  # an adopted state may have come with another one
+        return any(states.get(key) == end for key in block.tiers)
 
     def _stored(self, blocks: list[Block]) -> Iterator[Event]:
         """Each event has consecutive blocks of one path, in one tier."""

@@ -55,15 +55,18 @@ class KVEventPublisher:
         store: NotedChunkStore,
         seed: bytes,
         chunk_tokens: int,
+        has_states: bool = False,
         clock: Callable[[], float] = time.time,
     ):
         """Binds the sockets. SettingError if an address cannot be used.
 
         store   of the scheduler: its changes are reported
         seed    as in `SchedulerConfig`
+        has_states
+                the model has recurrent states
         """
         self._store = store
-        self._blocks = Blocks(seed, chunk_tokens)
+        self._blocks = Blocks(seed, chunk_tokens, has_states)
         self._clock = clock
         self._topic = config.topic.encode()
         self._most_queued = config.max_queue_size

@@ -174,7 +174,13 @@ def assemble(settings: ServeSettings, ranks: Ranks | None = None) -> Assembled:
     if kv_events is not None:
         from ..kv_events.publisher import KVEventPublisher  # imported here because of its packages
 
-        publisher = KVEventPublisher(kv_events, stores.store, config.seed, config.chunk_tokens)
+        publisher = KVEventPublisher(
+            kv_events,
+            stores.store,
+            config.seed,
+            config.chunk_tokens,
+            has_states=config.states is not None,
+        )
     return Assembled(scheduler, executor, cost, trace, ready, publisher)
 
 

@@ -143,8 +143,6 @@ def refuse_for_states(settings: ServeSettings, manifest: Manifest) -> None:
         "overflow",
         "kv_cache_dtype",
         "lower_tier_kv",
-        "kv_shared_config",
-        "kv_events_config",
     ):
         if settings.changed(name) and getattr(settings, name) not in (0, RECOMPUTE, "auto"):
             raise SettingError(
@@ -152,6 +150,11 @@ def refuse_for_states(settings: ServeSettings, manifest: Manifest) -> None:
                 f"is not supported yet for linear attention ({manifest.architecture}); leave it "
                 "out",
             )
+    if settings.kv_shared_config is not None and manifest.tensor_parallel > 1:
+        raise SettingError(
+            flag("kv_shared_config"),
+            f"is not supported yet for linear attention ({manifest.architecture}) on several ranks",
+        )
 
 
 def state_config(
@@ -294,6 +297,7 @@ def shared_settings(
         config.most_host_kv_chunks,
         count,
         rank,
+        config.states is not None,
     )
 
 

@@ -14,13 +14,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from ...scheduler.kv.piece_keys import split_key, state_key
 from ...scheduler.plan import KeyAnswer, KeyBatch, Promotion, Spill, TierReport, TierWork
 from ...scheduler.types import ChunkKey, StoredRecord, Tier
 from ..counters import SharedCounters
@@ -61,6 +62,7 @@ Call = TypeVar("Call")
 class SharedSettings(NamedTuple):
     """fingerprint     digest of all that changes KV, as `SchedulerConfig.seed`, hexadecimal
     host_slots      slots of the HOST pool
+    states          the model has recurrent states; each is one record
     """
 
     config: SharedConfig
@@ -68,17 +70,27 @@ class SharedSettings(NamedTuple):
     host_slots: int
     ranks: int = 1
     rank: int = 0
+    states: bool = False
 
 
 @dataclass(eq=False)
 class _Transfer:
-    """A call that moves records, all in one direction."""
+    """A call that moves records, all in one direction. `work`: by record. A record of KV is one
+    spill or promotion, and that of a state is one for each piece."""
 
-    work: list[Spill] | list[Promotion]
+    work: Sequence[Sequence[Spill | Promotion]]
     deadline: float
     started: bool = False
     late: bool = False
     records: list[Parts] = field(default_factory=list)
+
+    @property
+    def kind(self) -> type[Spill] | type[Promotion]:
+        return type(self.work[0][0])
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        return tuple(one.slot for record in self.work for one in record)
 
 
 class _Speed:
@@ -263,20 +275,21 @@ class SharedStore:
 
     def _begin_transfer(
         self,
-        work: list[Spill] | list[Promotion],
+        work: Sequence[Sequence[Spill | Promotion]],
         lane: str,
         run: Callable[[_Transfer], None],
     ) -> None:
+        transfer = _Transfer(work, deadline=0.0)
         if self._off:
-            self._end_work(work, done=set())
+            self._end_work(transfer, done=set())
             return
-        speed = self._speeds[type(work[0])]
-        ahead = self._in_progress(type(work[0]))
-        predicted = (ahead + len(work)) * (PAGE + self._payload) / speed.value
+        speed = self._speeds[transfer.kind]
+        ahead = self._in_progress(transfer.kind)
+        predicted = (ahead + len(transfer.slots)) * (PAGE + self._payload) / speed.value
         now = self._calls.clock()
         if not ahead:
             speed.begins(now)
-        transfer = _Transfer(work, now + 2 * predicted + DEADLINE_S)
+        transfer.deadline = now + 2 * predicted + DEADLINE_S
         self._transfers[transfer] = None
         self._calls.submit(lane, lambda: self._guarded(run, transfer))
 
@@ -310,17 +323,19 @@ class SharedStore:
     def _write(self, transfer: _Transfer) -> None:
         if not self._start(transfer):
             return
-        spills = [work for work in transfer.work if isinstance(work, Spill)]
-        for spill, parts in zip(spills, transfer.records, strict=True):
-            page, payload = parts
-            header = pack_header(spill.key, spill.end, self._origin, time.time(), payload)
-            page[:] = np.frombuffer(header, np.uint8)
-        outcomes = self._engine.put([self._key(spill.key) for spill in spills], transfer.records)
+        for record, parts in zip(transfer.work, transfer.records, strict=True):
+            for spill, page, payload in zip(record, parts[::2], parts[1::2], strict=True):
+                assert isinstance(spill, Spill)
+                header = pack_header(spill.key, spill.end, self._origin, time.time(), payload)
+                page[:] = np.frombuffer(header, np.uint8)
+        names = [self._name(record[0].key) for record in transfer.work]
+        outcomes = self._engine.put(names, transfer.records)
         with self._changed:
             done = {
                 spill.slot
-                for spill, outcome in zip(spills, outcomes, strict=True)
+                for record, outcome in zip(transfer.work, outcomes, strict=True)
                 if outcome is StoreOutcome.DONE
+                for spill in record
             }
             self._count(
                 written=len(done),
@@ -332,17 +347,18 @@ class SharedStore:
     def _read(self, transfer: _Transfer) -> None:
         if not self._start(transfer):
             return
-        reads = [work for work in transfer.work if isinstance(work, Promotion)]
-        keys = [self._key(read.key) for read in reads]
-        outcomes = self._engine.get(keys, transfer.records)
-        done = set()
+        names = [self._name(record[0].key) for record in transfer.work]
+        outcomes = self._engine.get(names, transfer.records)
+        done: set[int] = set()
         rejected = []
-        for read, key, parts, outcome in zip(reads, keys, transfer.records, outcomes, strict=True):
+        for record, name, parts, outcome in zip(
+            transfer.work, names, transfer.records, outcomes, strict=True
+        ):
             if outcome is StoreOutcome.DONE:
-                if self._intact(read.key, parts):
-                    done.add(read.slot)
+                if self._intact([read.key for read in record], parts):
+                    done.update(read.slot for read in record)
                 else:
-                    rejected.append(key)
+                    rejected.append(name)
         with self._changed:
             self._count(
                 read=len(done), read_bytes=len(done) * self._payload, rejected=len(rejected)
@@ -353,10 +369,24 @@ class SharedStore:
         if rejected:  # else the record would stay, and the chunk would never be written again
             self._engine.remove(rejected)
 
-    def _intact(self, key: ChunkKey, parts: Parts) -> bool:
-        page, payload = parts
-        header = read_header(page.data, self._origin, self._payload)
-        return header is not None and header.key == key and payload_intact(page.data, payload)
+    def _intact(self, keys: Sequence[ChunkKey], parts: Parts) -> bool:
+        """Whether the record is that of the chunk, or of these pieces of a state. The state may be
+        of any computation, but of one."""
+        positions = set[tuple[int, bytes]]()
+        for key, page, payload in zip(keys, parts[::2], parts[1::2], strict=True):
+            header = read_header(page.data, self._origin, self._payload)
+            if header is None or not payload_intact(page.data, payload):
+                return False
+            chunk_key, piece = split_key(key)
+            computation = b""
+            written_key, written = split_key(header.key)
+            if piece is not None and written is not None:
+                computation = written.computation
+                written = written._replace(computation=piece.computation)
+            if (written_key, written) != (chunk_key, piece):
+                return False
+            positions.add((header.end, computation))
+        return len(positions) == 1
 
     def _try(self, payload: int) -> None:
         with self._changed:
@@ -390,7 +420,10 @@ class SharedStore:
         if not questions:
             return
         keys = [key for question in questions for key in question.batch.keys]
-        outcomes = self._engine.remove(self._of_all_ranks(keys))
+        names = keys
+        if self._settings.states:
+            names = [name for key in keys for name in (key, state_key(key))]
+        outcomes = self._engine.remove(self._of_all_ranks(names))
         with self._changed:
             done = [outcome is StoreOutcome.DONE for outcome in outcomes]
             removed = _all_of(done, len(keys))
@@ -425,10 +458,9 @@ class SharedStore:
             if transfer not in self._transfers:
                 return False
             transfer.started = True
-            hosts = [work.host for work in transfer.work]
-            pages = [self._pages.pop() if self._pages else _new_page() for _ in hosts]
             transfer.records = [
-                (page, self._host_record(host)) for page, host in zip(pages, hosts, strict=True)
+                [part for one in record for part in (self._page(), self._host_record(one.host))]
+                for record in transfer.work
             ]
         with self._registering:  # not the condition: it may take long
             for part in (part for parts in transfer.records for part in parts):
@@ -443,22 +475,22 @@ class SharedStore:
         self, transfer: _Transfer, outcomes: Sequence[StoreOutcome], done: set[int]
     ) -> None:
         del self._transfers[transfer]
-        self._pages += [parts[0] for parts in transfer.records]
+        self._pages += [page for parts in transfer.records for page in parts[::2]]
         if not transfer.late:  # a late call says nothing of the store now
             self._note(StoreOutcome.FAILED not in outcomes)
-            kind = type(transfer.work[0])
+            kind = transfer.kind
             self._speeds[kind].moved(len(done) * (PAGE + self._payload))
             if not self._in_progress(kind):
                 self._speeds[kind].ends(self._calls.clock())
                 if self._speeds[kind].value < SLOWED * self._tried[kind]:
                     self._try_later()
-        self._end_work(transfer.work, done)
+        self._end_work(transfer, done)
 
-    def _end_work(self, work: list[Spill] | list[Promotion], done: set[int]) -> None:
-        ended = tuple(one.slot for one in work if one.slot in done)
-        failed = tuple(one.slot for one in work if one.slot not in done)
+    def _end_work(self, transfer: _Transfer, done: set[int]) -> None:
+        ended = tuple(slot for slot in transfer.slots if slot in done)
+        failed = tuple(slot for slot in transfer.slots if slot not in done)
         report = self._report
-        kind = "spilled" if isinstance(work[0], Spill) else "promoted"
+        kind = "spilled" if transfer.kind is Spill else "promoted"
         slots: dict[str, Any] = {kind: getattr(report, kind) + ended}
         self._report = report._replace(failed=report.failed + failed, **slots)
         self._changed.notify_all()
@@ -501,11 +533,10 @@ class SharedStore:
             if not self._off:
                 # Late calls say little: one may have hung. So a slow store is learned in halves,
                 # and a trial finds out whether it is fast again.
-                self._speeds[type(transfer.work[0])].halve()
+                self._speeds[transfer.kind].halve()
                 self._try_later()
             if transfer.started:
-                slots = tuple(work.slot for work in transfer.work)
-                self._report = self._report._replace(late=self._report.late + slots)
+                self._report = self._report._replace(late=self._report.late + transfer.slots)
             self._missed()
         for question in [q for q in self._questions if not q.answered and self._due(q) <= now]:
             if question.answered:
@@ -539,7 +570,7 @@ class SharedStore:
         """Work that no thread has begun fails at once."""
         for transfer in [t for t in self._transfers if not t.started]:
             del self._transfers[transfer]
-            self._end_work(transfer.work, done=set())
+            self._end_work(transfer, done=set())
         for question in [q for q in self._questions if q.began is None]:
             del self._questions[question]
             if not question.answered:
@@ -579,16 +610,16 @@ class SharedStore:
     # -- internal
 
     def _in_progress(self, kind: type[Spill] | type[Promotion]) -> int:
-        """Records of transfers in that direction that are not late."""
+        """HOST slots of transfers in that direction that are not late."""
         return sum(
-            len(transfer.work)
+            len(transfer.slots)
             for transfer in self._transfers
-            if not transfer.late and isinstance(transfer.work[0], kind)
+            if not transfer.late and transfer.kind is kind
         )
 
     @property
     def _lent(self) -> int:
-        return sum(len(transfer.work) for transfer in self._transfers if transfer.late)
+        return sum(len(transfer.slots) for transfer in self._transfers if transfer.late)
 
     @property
     def _asks(self) -> bool:
@@ -599,8 +630,14 @@ class SharedStore:
         report = self._report
         return any((*report[1:-1],))
 
-    def _key(self, key: ChunkKey) -> str:
-        return self._prefixes[self._settings.rank] + key.hex()
+    def _name(self, key: ChunkKey) -> str:
+        """The name of the record of the chunk, or of the state that the piece is of."""
+        chunk_key, piece = split_key(key)
+        name = chunk_key if piece is None else state_key(chunk_key)
+        return self._prefixes[self._settings.rank] + name.hex()
+
+    def _page(self) -> np.ndarray:
+        return self._pages.pop() if self._pages else _new_page()
 
     def _of_all_ranks(self, keys: Iterable[ChunkKey]) -> list[str]:
         return [prefix + key.hex() for key in keys for prefix in self._prefixes]
@@ -624,9 +661,35 @@ def _new_page() -> np.ndarray:
     return np.frombuffer(aligned_buffer(PAGE), np.uint8)
 
 
-def _batches(work: Sequence[Work], size: int) -> Iterable[list[Work]]:
-    for first in range(0, len(work), size):
-        yield list(work[first : first + size])
+def _batches(work: Sequence[Work], size: int) -> Iterable[list[list[Work]]]:
+    """Records of `size` HOST slots together, or of more if one is larger."""
+    batch: list[list[Work]] = []
+    slots = 0
+    for record in _records(work):
+        if batch and slots + len(record) > size:
+            yield batch
+            batch = []
+            slots = 0
+        batch.append(record)
+        slots += len(record)
+    if batch:
+        yield batch
+
+
+def _records(work: Sequence[Work]) -> Iterator[list[Work]]:
+    """A record of KV has one slot. The pieces of a state follow each other and are one record."""
+    before = None
+    record: list[Work] = []
+    for one in work:
+        key, piece = split_key(one.key)
+        state = None if piece is None else (key, piece.computation)
+        if record and (state is None or state != before):
+            yield record
+            record = []
+        record.append(one)
+        before = state
+    if record:
+        yield record
 
 
 def _all_of(values: Sequence[bool], keys: int) -> tuple[bool, ...]:

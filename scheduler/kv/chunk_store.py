@@ -81,8 +81,9 @@ class ChunkStore:
         self.find: Callable[[ChunkKey], Chunk | None] = self._by_key.get
         """Returns the chunk of the key if it is resident or claimed (a claimed chunk may be
         dropped), else None."""
-        self.lose_state: Callable[[State], None] = _no_state
-        self.delete_state: Callable[[ChunkKey], Sequence[Chunk]] = _no_pieces
+        # unless the model has states:
+        self.lose_state: Callable[[State], None] = lambda _: None
+        self.delete_state: Callable[[ChunkKey], Sequence[Chunk]] = lambda _: ()
         self._private: dict[Chunk, None] = {}
         lower_slots = sum(lower.count for lower in self.lower)
         self._forgotten = DroppedKeys(
@@ -170,6 +171,10 @@ class ChunkStore:
     def name(self, context: KeyedContext, first: int, end: int) -> None:
         """The context's chunks number `first` up to `end` are in use. `NotedChunkStore` notes
         it."""
+
+    def note_state(self, key: ChunkKey, end: int) -> None:
+        """A state after `end` tokens is found by the key from now on; 0: none is.
+        `NotedChunkStore` notes it."""
 
     def note_deletion(self) -> None:
         """The chunks of a conversation whose time is over are dropped. `NotedChunkStore` notes
@@ -593,13 +598,3 @@ class ChunkStore:
     def resident_chunks(self) -> Iterable[Chunk]:
         yield from self._by_key.values()
         yield from self._private
-
-
-# The model has no states:
-
-
-def _no_state(_: State) -> None: ...
-
-
-def _no_pieces(_: ChunkKey) -> Sequence[Chunk]:
-    return ()

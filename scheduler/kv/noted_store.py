@@ -35,11 +35,14 @@ class ResidencyChanges(NamedTuple):
     names       all chunks that got their keys, and the prompts of requests that joined: the chunks
                 in lower tiers that an earlier process left have no other names
     deleted     the time of a conversation is over, and its chunks are among those that are gone
+    states      by chunk: after how many tokens the recurrent state is that is found by its key, or
+                0 if none is any more
     """
 
     tiers: Sequence[tuple[ChunkKey, int]]
     names: Sequence[ContextRun] = ()
     deleted: bool = False
+    states: Sequence[tuple[ChunkKey, int]] = ()
 
 
 class NotedChunkStore(ChunkStore):
@@ -50,15 +53,17 @@ class NotedChunkStore(ChunkStore):
         self._names: list[ContextRun] = []
         self._noted: dict[Chunk, None] = {}
         self._deleted = False
+        self._states: dict[ChunkKey, int] = {}  # all that are found, and their ends
+        self._noted_states: dict[ChunkKey, None] = {}
 
     def take_changes(self) -> ResidencyChanges | None:
         """Returns what has changed since the last call, or None."""
-        if not (self._noted or self._names or self._deleted):
+        if not (self._noted or self._names or self._deleted or self._noted_states):
             return None
         tiers = []
         for chunk in self._noted:
             key = chunk.key
-            if key is None:
+            if key is None or chunk.state is not None:
                 continue
             tier = GPU if chunk.slots[GPU] != NO_SLOT else fastest_tier(chunk)
             if chunk.noted_tier == tier:
@@ -68,22 +73,33 @@ class NotedChunkStore(ChunkStore):
             now = self.find(key) or chunk
             if tier != NO_SLOT or now is chunk or fastest_tier(now) == NO_SLOT:
                 tiers.append((key, tier))
-        changes = ResidencyChanges(tiers, self._names, self._deleted)
+        states = [(key, self._states.get(key, 0)) for key in self._noted_states]
+        changes = ResidencyChanges(tiers, self._names, self._deleted, states)
         self._noted.clear()
+        self._noted_states.clear()
         self._names = []
         self._deleted = False
         return changes if any(changes) else None
 
     def resident(self) -> ResidencyChanges:
-        """Returns all keyed chunks as if they had changed. Cost: all chunks."""
-        chunks = ((chunk.key, fastest_tier(chunk)) for chunk in self.resident_chunks())
+        """Returns all keyed chunks and states as if they had changed. Cost: all chunks."""
+        chunks = (chunk for chunk in self.resident_chunks() if chunk.state is None)
+        tiers = ((chunk.key, fastest_tier(chunk)) for chunk in chunks)
         return ResidencyChanges(
-            [(key, tier) for key, tier in chunks if key is not None and tier != NO_SLOT]
+            [(key, tier) for key, tier in tiers if key is not None and tier != NO_SLOT],
+            states=[*self._states.items()],
         )
 
     def name(self, context: KeyedContext, first: int, end: int) -> None:
         run = ContextRun(first, end, context.keys, context.tokens, context.request.salt)
         self._names.append(run)
+
+    def note_state(self, key: ChunkKey, end: int) -> None:
+        self._noted_states[key] = None
+        if end:
+            self._states[key] = end
+        else:
+            self._states.pop(key, None)  # it may never have been told
 
     def note_deletion(self) -> None:
         self._deleted = True

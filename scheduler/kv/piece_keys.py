@@ -26,6 +26,12 @@ def piece_key(key: ChunkKey, piece: StatePiece) -> ChunkKey:
     return ChunkKey(key + piece.computation + piece.number.to_bytes(4, "big"))
 
 
+def state_key(key: ChunkKey) -> ChunkKey:
+    """The key of the one record that has all pieces of the state, in a store that several servers
+    share. No chunk and no piece has such a key."""
+    return ChunkKey(key + b"state")
+
+
 def split_key(key: ChunkKey) -> tuple[ChunkKey, StatePiece | None]:
     """The chunk's key and the piece, None for KV, of a key that `chunk_key` or `piece_key` made."""
     if len(key) <= KEY_BYTES:

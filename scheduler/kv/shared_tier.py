@@ -5,6 +5,10 @@ Nothing is known of the store but what it has answered, so it has no slots to fi
 here is a number that says "the store had it". A chunk that is in no tier of this server keeps that
 number only while a request in the queue waits for it.
 
+The pieces of a recurrent state are one record there, written and read in one call. So a state is
+there whole or not at all. Its reads are handed over when all of them have begun. A piece's slot
+here says only that a read is to come: once the state is on HOST, it is known there alone.
+
 A call may hang. From its deadline on it counts as late: its chunk does not wait for it any more,
 and its HOST slot stays lent to it until it returns.
 """
@@ -16,10 +20,11 @@ from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
 from itertools import count, islice
 from math import inf
+from operator import attrgetter
 
 from ..plan import KeyAnswer, KeyBatch, Promotion, Spill, StepResult, TierReport, TierWork
 from ..types import GPU, HOST, SHARED, ChunkKey, InvariantError, Tier
-from .chunk import NO_SLOT, Chunk, Move
+from .chunk import NO_SLOT, Chunk, Move, State
 
 PAUSE_S = 5.0
 """Seconds without writes after one has failed: a full store is not tried in every step."""
@@ -27,6 +32,9 @@ PAUSE_S = 5.0
 AGAIN_S = 15.0
 """Seconds until removed keys are removed again: another server, which did not know of the deletion
 yet, may have written them. It knows within 4 s (docs/use/shared-histories.md)."""
+
+GATHERING_PLANS = 32
+"""Plans until the reads of a state are given up of which not all have begun: HOST has no room."""
 
 REMOVED_AT_ONCE = 128  # keys of one call
 REMOVED_AGAIN = 1024  # keys that one plan removes again
@@ -57,6 +65,10 @@ class SharedTier:
         self._writes: defaultdict[ChunkKey, set[int]] = defaultdict(set)  # slots by key
         self._spills: list[Spill] = []
         self._promotions: list[Promotion] = []
+        # reads of states that are not handed over yet, and the plans that they still wait for
+        self._gathering: dict[State, list[Promotion]] = {}
+        self._patience: dict[State, int] = {}
+        self._given_up: list[int] = []  # slots of reads that are never handed over
         self._numbers = count(1)  # of finds and removals
         self._finds: list[KeyBatch] = []
         self._finding: set[int] = set()  # numbers of finds without an answer
@@ -90,19 +102,27 @@ class SharedTier:
 
     def begin_write(self, chunk: Chunk) -> Move:
         move = self._begin(chunk, chunk.slots[HOST], self.new_slot(), spills=True)
-        self._spills.append(Spill(move.host, move.slot, move.key, chunk.end))
+        assert chunk.key is not None
+        self._spills.append(Spill(move.host, move.slot, chunk.key, chunk.end))
         self._writes[move.key].add(move.slot)
         return move
 
     def begin_read(self, chunk: Chunk, host: int) -> Move:
         move = self._begin(chunk, host, chunk.slots[SHARED], spills=False)
-        self._promotions.append(Promotion(move.slot, host, move.key))
-        self.arriving.append(chunk)
+        assert chunk.key is not None
+        read = Promotion(move.slot, host, chunk.key)
+        if chunk.state is None:
+            self._promotions.append(read)
+            self.arriving.append(chunk)
+        else:
+            self._gathering.setdefault(chunk.state, []).append(read)
+            self._patience.setdefault(chunk.state, GATHERING_PLANS)
         return move
 
     def _begin(self, chunk: Chunk, host: int, slot: int, spills: bool) -> Move:
-        assert chunk.key is not None
-        move = self._moves[slot] = Move(self.tier, chunk, chunk.key, host, slot, spills)
+        key = chunk.erased_with
+        assert key is not None
+        move = self._moves[slot] = Move(self.tier, chunk, key, host, slot, spills)
         return move
 
     def abandon(self, move: Move) -> None:
@@ -115,7 +135,7 @@ class SharedTier:
     def wanted(self, slot: int, chunk: Chunk) -> bool:
         unwanted = slot in self._unwanted
         self._unwanted.discard(slot)
-        return not unwanted
+        return not unwanted and chunk.state is None
 
     def late(self, result: StepResult) -> Iterator[Move]:
         """Yields the reads that are past their deadline from now on. The caller abandons them."""
@@ -137,6 +157,9 @@ class SharedTier:
             self.answers[answer.number] = answer.keys
         for answer in report.removed:
             self._removed(answer, now)
+        given_up, self._given_up = self._given_up, []
+        for slot in given_up:
+            yield self._moves.pop(slot), False
         ended = [(slot, True) for slot in (*report.spilled, *report.promoted)]
         for slot, succeeded in (*ended, *((slot, False) for slot in report.failed)):
             move = self._moves.pop(slot, None)
@@ -231,7 +254,20 @@ class SharedTier:
         moving = not all(move.late for move in self._moves.values())
         return bool(moving or self._finding or self._to_remove or self._removing)
 
+    def _gather(self) -> None:
+        """Hands over the reads of states of which all have begun."""
+        for state, reads in list(self._gathering.items()):
+            self._patience[state] -= 1
+            if len(reads) == len(state.pieces):
+                self._promotions += sorted(reads, key=attrgetter("key"))
+            elif state.pieces and self._patience[state]:
+                continue
+            else:
+                self._given_up += [read.slot for read in reads]
+            del self._gathering[state], self._patience[state]
+
     def hand_over(self, step: int) -> TierWork | None:
+        self._gather()
         removals = []
         while self._to_remove:
             batch = list(islice(self._to_remove.items(), REMOVED_AT_ONCE))

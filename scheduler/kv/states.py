@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ..config import StateConfig
 from ..types import HOST, ChunkKey
-from .chunk import Chunk, State
+from .chunk import NO_SLOT, Chunk, State
 from .chunk_store import ChunkStore
 from .piece_keys import COMPUTATION_BYTES, StatePiece, piece_key
 
@@ -26,6 +26,7 @@ class KeptStates:
         store.lose_state = self._lose
         self.by_key: dict[ChunkKey, State] = {}
         self._unwanted: list[State] = []
+        self._learned: set[State] = set()  # states of the shared tier that no row has used yet
         self.kept = self.swapped_in = self.lost = 0
 
     def counts(self) -> dict[str, int]:
@@ -34,16 +35,41 @@ class KeptStates:
     def keep(self, state: State, pieces: list[Chunk], host_slots: Sequence[int]) -> None:
         """The copy of the state to these HOST slots, one for each of its new pieces, has begun."""
         state.pieces = pieces
-        computation = secrets.token_bytes(COMPUTATION_BYTES)
-        for number, (piece, slot) in enumerate(zip(pieces, host_slots, strict=True)):
+        keys: Sequence[ChunkKey | None] = [None] * len(pieces)
+        if state.key is not None:
+            keys = self._piece_keys(state.key)
+        for piece, key, slot in zip(pieces, keys, host_slots, strict=True):
             piece.state = state
-            if state.key is not None:
-                piece.key = piece_key(state.key, StatePiece(number, computation))
+            piece.key = key
             piece.tokens = 1  # nothing else of a piece is counted in tokens
             self._store.add_piece(piece, slot, state.pinned)
-        if state.key is not None:
-            self.by_key[state.key] = state
+        self._find_by_key(state)
         self.kept += 1
+
+    def _piece_keys(self, key: ChunkKey) -> list[ChunkKey]:
+        computation = secrets.token_bytes(COMPUTATION_BYTES)
+        numbers = range(self.config.chunks)
+        return [piece_key(key, StatePiece(number, computation)) for number in numbers]
+
+    def learn(self, key: ChunkKey, end: int, now: float) -> Sequence[Chunk]:
+        """The shared tier has the state of this key, which is not here. Returns its pieces; the
+        caller touches them as `ChunkStore.learn` says. The state is told of when it is first
+        used."""
+        state = self.by_key[key] = State(end, NO_SLOT, key)
+        for one in self._piece_keys(key):
+            piece = self._store.learn(one, end, now)
+            piece.state = state
+            piece.tokens = 1
+            state.pieces.append(piece)
+        self._learned.add(state)
+        return state.pieces
+
+    def used(self, state: State) -> None:
+        """A row has copied the state in."""
+        self.swapped_in += 1
+        self._learned.discard(state)
+        if state.key is not None and self.by_key.get(state.key) is state:
+            self._store.note_state(state.key, state.end)
 
     def can_swap_in(self, state: State) -> bool:
         """True if the state is on HOST, and known to be complete where copies may fail."""
@@ -88,8 +114,7 @@ class KeptStates:
 
     def adopt(self, state: State, pieces: list[Chunk]) -> None:
         """An earlier process left the state, which has a key, in a lower tier."""
-        assert state.key is not None
-        self.by_key[state.key] = state
+        self._find_by_key(state)
         state.pieces = pieces
         for piece in pieces:
             piece.state = state
@@ -98,16 +123,23 @@ class KeptStates:
     def _lose(self, state: State) -> None:
         """A piece has been dropped, and all others with it."""
         if state.pieces:
-            self.lost += not state.unwanted
+            self.lost += not (state.unwanted or state in self._learned)
             self._drop(state)
 
     def _drop(self, state: State) -> None:
         pieces, state.pieces = state.pieces, []
         self._lose_key(state)
+        self._learned.discard(state)
         for piece in pieces:
             if piece.resident:
                 self._store.drop(piece)
 
+    def _find_by_key(self, state: State) -> None:
+        if state.key is not None:
+            self.by_key[state.key] = state
+            self._store.note_state(state.key, state.end)
+
     def _lose_key(self, state: State) -> None:
         if state.key is not None and self.by_key.get(state.key) is state:
             del self.by_key[state.key]
+            self._store.note_state(state.key, 0)

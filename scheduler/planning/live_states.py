@@ -184,7 +184,7 @@ class LiveStates:
         live.swapped = builder.step
         live.states.append(state)
         self.swapping_in.append(state)
-        self.kept.swapped_in += 1
+        self.kept.used(state)
 
     def cut(self, row: RunningTurn, start: int, most: int, end: int) -> int:
         """Returns where a piece of the prompt that begins at `start` ends: where a state is kept,

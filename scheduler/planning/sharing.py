@@ -14,7 +14,9 @@ from ..cost import CostProfile
 from ..kv.chunk import NO_SLOT, Chunk
 from ..kv.chunk_store import ChunkStore
 from ..kv.lower_tiers import LowerTiers
+from ..kv.piece_keys import state_key
 from ..kv.shared_tier import SharedTier
+from ..kv.states import KeptStates
 from ..kv.victim_sets import Head
 from ..kv.whereabouts import being_read
 from ..turns.turn import Turn
@@ -32,12 +34,16 @@ KEYS_A_PLAN = 1024
 """Keys of answers that one plan takes, and at most LARGEST_PIECE more: less than two ms."""
 MOST_WRITES = 64  # in progress; each keeps a HOST slot
 
+_KeysAndEnds = list[tuple[ChunkKey, int]]
+
 
 class Sharing(TierWriter):
     """Exists only with a shared tier.
 
     Contexts shorter than `shared_min_tokens` are not written, and fewer missing tokens are not
     looked for. Before anything is written, one find tells what the store has already.
+
+    A recurrent state is one record. Its first piece stands for it.
     """
 
     def __init__(
@@ -47,6 +53,7 @@ class Sharing(TierWriter):
         store: ChunkStore,
         tier: SharedTier,
         queues: RequestQueues,
+        kept: KeptStates | None,
     ):
         super().__init__(
             store,
@@ -59,6 +66,7 @@ class Sharing(TierWriter):
         self._drops = not store.lower.local
         self._tier = tier
         self._queues = queues
+        self._kept = kept
         self._reserve = config.reserved_chunks
         self._most_swap_ins = max(1, int(LINK_PIECE_S / cost.swap_in()))
         self._writes = config.save != "off"
@@ -66,7 +74,7 @@ class Sharing(TierWriter):
         self._size = config.chunk_tokens
         # by number of the find
         self._to_write: dict[int, list[Chunk]] = {}
-        self._to_read: dict[int, tuple[Turn, list[tuple[ChunkKey, int]]]] = {}
+        self._to_read: dict[int, tuple[Turn, _KeysAndEnds, _KeysAndEnds]] = {}  # KV, states
         # turns without an answer, and until when they wait for it once they could join; None: for
         # the rest of their answer
         self._waiting: dict[Turn, float | None] = {}
@@ -93,8 +101,13 @@ class Sharing(TierWriter):
     def turn_ended(self, chunks: Iterable[Chunk | None], now: float) -> None:
         """Will write the keyed chunks that the store does not have, if the context is long."""
         keyed = [chunk for chunk in chunks if chunk is not None and chunk.key is not None]
-        if keyed and self._writes and keyed[-1].end >= self._least:
-            self._write(keyed, now)
+        if keyed and self._writes and max(chunk.end for chunk in keyed) >= self._least:
+            self._write([chunk for chunk in keyed if self._record(chunk)[0] is chunk], now)
+
+    def _record(self, chunk: Chunk) -> Sequence[Chunk]:
+        if chunk.state is None or not chunk.state.pieces:
+            return (chunk,)
+        return chunk.state.pieces
 
     def stop(self, logs: Iterable[Sequence[Chunk]], now: float) -> None:
         """The server stops: will write what is on HOST of these logs, in their order."""
@@ -102,7 +115,17 @@ class Sharing(TierWriter):
             return
         for chunks in logs:
             if chunks and chunks[-1].end >= self._least:
-                self._write([chunk for chunk in chunks if chunk.slots[HOST] != NO_SLOT], now)
+                states = self._states_of(chunks)
+                copied = [chunk for chunk in chunks if chunk.slots[HOST] != NO_SLOT]
+                self._write([*copied, *states], now)
+
+    def _states_of(self, chunks: Iterable[Chunk]) -> list[Chunk]:
+        """The first pieces of the states at the chunks' ends that are on HOST."""
+        if self._kept is None:
+            return []
+        by_key = self._kept.by_key
+        states = [by_key[chunk.key] for chunk in chunks if chunk.key in by_key]
+        return [state.pieces[0] for state in states if self._kept.can_swap_in(state)]
 
     def _write(self, chunks: list[Chunk], now: float) -> None:
         if now < self._tier.paused_until:
@@ -110,7 +133,7 @@ class Sharing(TierWriter):
         new = [chunk for chunk in chunks if self._is_new(chunk) and chunk not in self._pending]
         if new:
             self._pending.update(dict.fromkeys(new))
-            number = self._tier.find(chunk.key for chunk in new if chunk.key is not None)
+            number = self._tier.find(map(_record_key, new))
             self._to_write[number] = new
 
     def _is_new(self, chunk: Chunk) -> bool:
@@ -128,7 +151,8 @@ class Sharing(TierWriter):
             if not stored:
                 self._queue.append(chunk)
                 continue
-            if there and chunk.key is not None and self._store.has(chunk) and chunk.resident:
+            is_here = self._store.has(chunk) and chunk.resident
+            if there and is_here and chunk.key is not None and chunk.state is None:
                 self._store.learn(chunk.key, chunk.end, self._store.now)
             self._leave(chunk)
 
@@ -137,9 +161,19 @@ class Sharing(TierWriter):
     def look_for(self, turn: Turn, missing: Sequence[tuple[ChunkKey, int]]) -> None:
         """The turn joins the queue. `missing`: keys and ends of its chunks in no tier here."""
         if len(missing) * self._size >= self._least:
-            number = self._tier.find(key for key, _ in missing)
-            self._to_read[number] = (turn, list(missing))
+            states = self._possible_states(turn, missing)
+            keys = (key for key, _ in missing)
+            number = self._tier.find([*keys, *(state_key(key) for key, _ in states)])
+            self._to_read[number] = (turn, list(missing), states)
             self._waiting[turn] = inf
+
+    def _possible_states(self, turn: Turn, missing: Sequence[tuple[ChunkKey, int]]) -> _KeysAndEnds:
+        """Where a state may be among the missing chunks from which the turn could begin."""
+        if self._kept is None or turn.context_start:
+            return []
+        multiple = self._kept.config.multiple
+        count = len(turn.tokens)
+        return [(key, end) for key, end in missing if end % multiple == 0 and end < count]
 
     def awaits(self, turn: Turn, now: float) -> bool:
         """True if the turn, which could join, waits for the answer to its find."""
@@ -151,9 +185,14 @@ class Sharing(TierWriter):
         return until is None or now < until
 
     def _answered_read(
-        self, turn: Turn, keys: list[tuple[ChunkKey, int]], there: tuple[bool, ...], now: float
+        self,
+        turn: Turn,
+        keys: _KeysAndEnds,
+        states: _KeysAndEnds,
+        there: tuple[bool, ...],
+        now: float,
     ) -> Pieces:
-        answer = [*zip(keys, there, strict=bool(there))]
+        answer = [*zip(keys, there[: len(keys)], strict=bool(there))]
         for first in range(0, len(answer), LARGEST_PIECE):
             if not self._is_queued(turn):
                 break  # it has joined, or has left
@@ -161,7 +200,18 @@ class Sharing(TierWriter):
             hits = [self._store.learn(key, end, now) for (key, end), stored in piece if stored]
             self._queues.await_chunks(turn, hits, now)
             yield len(piece)
+        hit = [state for state, stored in zip(states, there[len(keys) :], strict=False) if stored]
+        if hit and self._is_queued(turn):
+            yield self._learn_state(turn, *hit[-1], now)
         del self._waiting[turn]
+
+    def _learn_state(self, turn: Turn, key: ChunkKey, end: int, now: float) -> int:
+        """Of all states in the store the last one saves most. A hole of KV before it needs none:
+        the store has the KV, or the hole is computed from a state that is here."""
+        assert self._kept is not None
+        if key in self._kept.by_key:
+            return 1
+        return self._queues.await_chunks(turn, self._kept.learn(key, end, now), now)
 
     def _is_queued(self, turn: Turn) -> bool:
         waiting = self._queues.waiting
@@ -179,9 +229,9 @@ class Sharing(TierWriter):
                 writing = self._answered_write(self._to_write.pop(number), there)
                 self._write_answers.append(writing)
             else:
-                turn, keys = self._to_read.pop(number)
+                turn, keys, states = self._to_read.pop(number)
                 self._waiting[turn] = None
-                self._read_answers.append(self._answered_read(turn, keys, there, now))
+                self._read_answers.append(self._answered_read(turn, keys, states, there, now))
         self._tier.answers.clear()
         left = KEYS_A_PLAN
         for answers in (self._read_answers, self._write_answers):
@@ -234,3 +284,11 @@ def _awaits_gpu(chunk: Chunk) -> bool:
     """True if a request in the queue waits for the chunk, which is on HOST only."""
     on_gpu, on_host = (chunk.slots[tier] != NO_SLOT for tier in (GPU, HOST))
     return on_host and not on_gpu and bool(chunk.queue_places)
+
+
+def _record_key(chunk: Chunk) -> ChunkKey:
+    if chunk.state is None:
+        assert chunk.key is not None
+        return chunk.key
+    assert chunk.state.key is not None
+    return state_key(chunk.state.key)

@@ -16,6 +16,7 @@ from ..cost import CostProfile
 from ..kv.chunk import NO_SLOT, Chunk, State
 from ..kv.lower_tiers import LowerTiers
 from ..kv.states import KeptStates
+from ..kv.whereabouts import shared_only
 from ..plan import Span
 from ..turns.conversations import Conversation
 from ..turns.row_state import Cut
@@ -134,27 +135,45 @@ class StateLookup:
         """What the turn's cheapest way reads from lower tiers; the key of a piece that is being
         read if that is all that it waits for; None if it reads nothing. `here`: those of the states
         that are on HOST."""
-        below = {
-            end: sum(piece.slots[HOST] == NO_SLOT for piece in state.pieces)
-            for end, state in states.items()
-            if end not in here
-        }
-        if not (to_read or below):
+        if not to_read and len(states) == len(here):
             return None
         computed = self._cheapest(turn, base, here, holes, rows)
-        ends = [chunk.end for chunk in to_read]
-        left = _without(holes, [(end - self._size, end) for end in ends])
-        way = self._cheapest(turn, base, states, left, rows, ends, below)
-        if way.seconds > computed.seconds:
-            return None
-        outside = _outside(ends, way.runs, self._size)
-        reads = [chunk for first, end in outside for chunk in to_read[first:end]]
-        pieces = [piece for state in way.states for piece in state.pieces]
-        missing_pieces = [piece for piece in pieces if piece.slots[HOST] == NO_SLOT]
-        reads += [piece for piece in missing_pieces if piece.moving is None]
-        if reads:
-            return NeedsReads(reads, [*hits, *pieces])
-        return missing_pieces[-1].key if missing_pieces else None
+        for chunks, usable, read_s in self._sources(to_read, states):
+            below = {
+                end: sum(piece.slots[HOST] == NO_SLOT for piece in state.pieces)
+                for end, state in usable.items()
+                if end not in here
+            }
+            ends = [chunk.end for chunk in chunks]
+            left = _without(holes, [(end - self._size, end) for end in ends])
+            way = self._cheapest(turn, base, usable, left, rows, ends, below, read_s)
+            if way.seconds > computed.seconds:
+                continue
+            outside = _outside(ends, way.runs, self._size)
+            reads = [chunk for first, end in outside for chunk in chunks[first:end]]
+            pieces = [piece for state in way.states for piece in state.pieces]
+            missing_pieces = [piece for piece in pieces if piece.slots[HOST] == NO_SLOT]
+            reads += [piece for piece in missing_pieces if piece.moving is None]
+            if reads:
+                return NeedsReads(reads, [*hits, *pieces])
+            return missing_pieces[-1].key if missing_pieces else None
+        return None
+
+    def _sources(
+        self, to_read: list[Chunk], states: dict[int, State]
+    ) -> Iterator[tuple[list[Chunk], dict[int, State], float]]:
+        """Chunks that can be read, states, and the seconds of a read: first of all tiers, then of
+        this server's own."""
+        disk_s = self._cost.read()
+        shared = self._lower.shared
+        if shared is not None:
+            own = {end: one for end, one in states.items() if not _is_shared(one)}
+            local = [chunk for chunk in to_read if not shared_only(chunk)]
+            if (len(local), len(own)) != (len(to_read), len(states)):
+                yield to_read, states, max(shared.read_s, disk_s if self._lower.local else 0.0)
+                to_read = local
+                states = own
+        yield to_read, states, disk_s
 
     def _cheapest(
         self,
@@ -165,15 +184,15 @@ class StateLookup:
         rows: int = 0,
         to_read: Sequence[int] = (),
         below: Mapping[int, int] = NOTHING,
+        read_s: float = 0.0,
     ) -> _Way:
-        """The cheapest way to compute these holes, from these states. It reads from lower tiers the
-        chunks with the ends `to_read`, as far as it does not compute them, and as many pieces of a
-        state as `below` says."""
+        """The cheapest way to compute these holes, from these states. It reads from lower tiers, in
+        `read_s` seconds each, the chunks with the ends `to_read`, as far as it does not compute
+        them, and as many pieces of a state as `below` says."""
         count = len(turn.tokens)
         latest = turn.scored if turn.unscored else count - 1
         begins = [base, *(end for end in states if end <= latest)]
         token = (1 + rows) * self._cost.recompute(count) / self._size
-        read = self._cost.read()
         swap_in = self._cost.swap_in()
 
         def amounts(run: tuple[int, int]) -> _Amounts:
@@ -189,7 +208,7 @@ class StateLookup:
             reads = chunks + of.pieces
             seconds = of.tokens * token
             seconds += (chunks + of.swap_ins * self._config.chunks) * swap_in
-            seconds += (self._lower.reading + reads) * read if reads else 0.0
+            seconds += (self._lower.reading + reads) * read_s if reads else 0.0
             if seconds <= least:
                 least = seconds
                 cheapest = begin
@@ -271,8 +290,19 @@ class StateLookup:
             if end // size <= len(keys)
             and (at := bisect_left(starts, end)) > 0
             and end <= spans[at - 1].end
-            and keys[end // size - 1] not in self._kept.by_key
+            and not self._is_kept(keys[end // size - 1])
         ]
+
+    def _is_kept(self, key: ChunkKey) -> bool:
+        """True if the key's state is in a tier of this server. One that only the shared tier has is
+        computed if it is not read."""
+        state = self._kept.by_key.get(key)
+        return state is not None and not _is_shared(state)
+
+
+def _is_shared(state: State) -> bool:
+    """True if only the shared tier has the state. All pieces come from there together."""
+    return shared_only(state.pieces[0])
 
 
 def _runs(

@@ -7,7 +7,7 @@ evicts to DISK (3.3.2).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..config import SchedulerConfig
 from ..cost import CostProfile
@@ -74,6 +74,10 @@ class TierWriter:
         above = chunk.slots[GPU] != NO_SLOT or chunk.slots[HOST] != NO_SLOT
         return above and chunk.slots[self._lower.tier] == NO_SLOT and chunk.moving is None
 
+    def _record(self, chunk: Chunk) -> Sequence[Chunk]:
+        """The chunks that are one record in the tier; this one stands for all."""
+        return (chunk,)
+
     def _leave(self, chunk: Chunk) -> None:
         """The chunk is being written now, or is refused."""
         self._pending.pop(chunk, None)  # after two finds it is queued twice
@@ -108,20 +112,30 @@ class TierWriter:
             if self._lower.writing >= self._most_writes:
                 return
             chunk = self._copied[0]
-            if chunk.moving is not None and chunk.moving.tier is not self._lower.tier:
-                if _is_late(chunk):
+            record = self._record(chunk)
+            others = [
+                one
+                for one in record
+                if one.moving is not None and one.moving.tier is not self._lower.tier
+            ]
+            if others:
+                if any(map(_is_late, others)):
                     self._copied.popleft()
                     self._leave(chunk)
                 else:
                     self._copied.rotate(-1)  # the other tier's turn
                 continue
-            wanted = self._unwritten(chunk) and chunk.slots[HOST] != NO_SLOT
-            if wanted and store.host.last[Lane.OUT][chunk.slots[HOST]] > store.completed.swap_out:
+            wanted = all(self._unwritten(one) and one.slots[HOST] != NO_SLOT for one in record)
+            last_out = store.host.last[Lane.OUT]
+            if wanted and any(
+                last_out[one.slots[HOST]] > store.completed.swap_out for one in record
+            ):
                 return
             self._copied.popleft()
             self._leave(chunk)
             if wanted:
-                spill(evictor, chunk, self._lower)
+                for one in record:
+                    spill(evictor, one, self._lower)
 
     def _end_staging(self) -> None:
         """Releases HOST copies that were made only to be written, unless their chunks have left

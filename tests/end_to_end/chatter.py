@@ -283,6 +283,7 @@ class Chatter:
             if event.usage is not None:
                 for source in ("gpu", "host", "disk", "recomputed", "new"):
                     self.counts[source] += getattr(event.usage, source)
+                self.counts["fetched"] += event.usage.shared
             # An end that --save sync keeps back may come when its client has left.
             if event.finish is not None and event.request in self.open:
                 self.counts["overflowed"] += event.truncated > 0

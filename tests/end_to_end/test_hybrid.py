@@ -4,10 +4,13 @@ transformers."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -17,15 +20,24 @@ from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 from pensieve.runtime.disk.store import DiskSettings
 from pensieve.runtime.engine import open_engine
+from pensieve.runtime.executor import Executor
 from pensieve.runtime.launch.settings import ServeSettings
 from pensieve.runtime.launch.sizing import ESTIMATES, refuse_for_states
 from pensieve.runtime.llm import LLM, SamplingParams
+from pensieve.runtime.shared import store
+from pensieve.runtime.shared.config import DirectoryOptions, SharedConfig
+from pensieve.runtime.shared.directory import DirectoryEngine
+from pensieve.runtime.shared.store import SharedSettings
 from pensieve.runtime.text.tokenizer import Tokenizer
 from pensieve.scheduler.declaration import flag
 from pensieve.scheduler.types import SettingError
 from tests.models import save_random, tiny_config
 
-from .chatter import TIGHT, Chatter
+from ..runtime.kv_events.routers import LlmDDouble
+from ..runtime.kv_events.test_publisher import Subscriber
+from .chatter import TIGHT, Chatter, check_logprobs
+from .server import Server, wait_for
+from .shared_kv import WRITTEN
 
 
 @pytest.fixture(scope="module")
@@ -264,18 +276,196 @@ def test_what_is_not_built_for_states_is_refused_by_name(model, options):
     assert refused.value.setting == flag(name)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"kv_shared_config": '{"engine": "directory", "path": "kv", "max_bytes": 1000000}'},
-        {"kv_events_config": '{"enable_kv_cache_events": true}'},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_what_servers_and_routers_share_is_refused_for_states(options):
-    settings = ServeSettings("demo", **options)
+def test_a_router_is_promised_what_the_next_request_gets(model, tmp_path):
+    """In host memory there is room for some of the states."""
+    directory, _ = model
+    torch.manual_seed(11)
+    prompts = [torch.randint(3, 160, (length,)).tolist() for length in (63, 129, 150, 200, 260)]
+    ends = dict(endpoint="tcp://127.0.0.1:0", replay_endpoint="tcp://127.0.0.1:0")
+    options = dict(
+        kv_events_config=json.dumps({"enable_kv_cache_events": True, **ends}),
+        chunk_tokens=32,
+        gpu_kv_chunks=100,
+        host_kv_chunks=20,
+        served_model_name="demo",
+    )
+    words = [word for name, value in options.items() for word in (flag(name), value)]
+    promised = []
+    with Server(tmp_path, *words, engine=directory) as server:
+        line = next(line for line in server.log if "KV events at" in line)
+        endpoint, replay_endpoint = re.findall(r"tcp://[\d.:]+", line)
+        subscriber = Subscriber(SimpleNamespace(endpoint=endpoint, replay_endpoint=replay_endpoint))
+
+        def score(tokens):
+            router = LlmDDouble()
+            for _, number, payload in subscriber.replay(0):
+                router.take(number, payload)
+            return 32 * router.score(tokens, 32)[-1]
+
+        def cached(tokens):
+            body = dict(prompt=tokens, max_tokens=1, ignore_eos=True)
+            usage = server.post("/v1/completions", **body).json()["usage"]
+            return usage["prompt_tokens_details"]["cached_tokens"]
+
+        for prompt in prompts:
+            cached(prompt)
+        for prompt in prompts:
+            other = torch.randint(3, 160, (130,)).tolist()
+            cached(other)
+            wait_for(lambda other=other: score(other) == 128)  # so all before it is told
+            promised.append(score(prompt))
+            assert cached(prompt) == promised[-1]
+        subscriber.close()
+    assert min(promised[1:]) == 0 and max(promised) > 64, promised
+
+
+def test_a_shared_store_is_refused_for_states_on_several_ranks():
+    """There the records of two ranks could be of two computations."""
+    settings = ServeSettings(
+        "demo",
+        kv_shared_config='{"engine": "directory", "path": "kv", "max_bytes": 1000000}',
+    )
+    manifest = SimpleNamespace(architecture="Qwen3_5ForCausalLM", tensor_parallel=1)
+    refuse_for_states(settings, manifest)
+    manifest.tensor_parallel = 2
     with pytest.raises(SettingError, match="not supported yet for linear attention"):
-        refuse_for_states(settings, SimpleNamespace(architecture="Qwen3_5ForCausalLM"))
+        refuse_for_states(settings, manifest)
+
+
+class Moving(Chatter):
+    """Each restart is another server, which has only the store. `spoil` is called with the files of
+    all states there before it starts."""
+
+    spoil = staticmethod(lambda files: None)
+    folder: Path
+
+    def restart(self):
+        shared = self.executor.shared_counters
+        self.counts.update(rejected=shared.rejected, late=shared.late)
+        super().restart()
+        files = [file for file in self.folder.rglob("*") if file.name.endswith(b"state".hex())]
+        self.counts["state files"] += len(files)
+        self.spoil(files)
+
+
+def removed(files):
+    for file in files:
+        file.unlink()
+
+
+def damaged(files):
+    """Each in another piece."""
+    for number, file in enumerate(files):
+        content = bytearray(file.read_bytes())
+        content[-(1 + 5000 * number) % len(content)] ^= 1
+        file.write_bytes(content)
+
+
+def exchanged(files):
+    """The states of two contexts."""
+    for one, other in zip(files[::2], files[1::2], strict=False):
+        content = one.read_bytes()
+        one.write_bytes(other.read_bytes())
+        other.write_bytes(content)
+
+
+def pieces_exchanged(files):
+    """The last pieces of two states."""
+    for one, other in zip(files[::2], files[1::2], strict=False):
+        first, second = (file.read_bytes() for file in (one, other))
+        half = len(first) // 2 // 4096 * 4096
+        one.write_bytes(first[:half] + second[half:])
+        other.write_bytes(second[:half] + first[half:])
+
+
+@pytest.mark.parametrize("spoil", [None, removed, damaged, exchanged, pieces_exchanged])
+def test_replies_of_conversations_that_move(model, tmp_path, spoil, monkeypatch):
+    """Server after server has the store alone. What is wrong there is computed again."""
+    counts = move(model, tmp_path, monkeypatch, spoil, ["fetched"] if spoil is None else [])
+    assert counts["restarted"] == 4 and counts["state files"] > 0
+    assert (counts["rejected"] > 0) == (spoil not in (None, removed)), counts
+
+
+def test_replies_of_conversations_whose_states_come_late(model, tmp_path, monkeypatch):
+    """A read of a state ends when its server does."""
+    get = DirectoryEngine.get
+    hold = Event()
+
+    def waits(self, keys, records):
+        if any(key.endswith(b"state".hex()) for key in keys):
+            hold.wait()
+        return get(self, keys, records)
+
+    close = Executor.close
+
+    def lets_go(self):
+        hold.set()
+        close(self)
+        hold.clear()
+
+    monkeypatch.setattr(DirectoryEngine, "get", waits)
+    monkeypatch.setattr(Executor, "close", lets_go)
+    monkeypatch.setattr(store, "DEADLINE_S", 0.01)
+    assert move(model, tmp_path, monkeypatch, None, ["late"])["late"] > 0
+
+
+def move(model, folder, monkeypatch, spoil, events):
+    directory, reference = model
+    monkeypatch.setattr(Moving, "folder", folder, raising=False)
+    if spoil is not None:
+        monkeypatch.setattr(Moving, "spoil", staticmethod(spoil))
+    options = DirectoryOptions(folder, 2**30)
+    shared = SharedSettings(SharedConfig(options), "ab", 300, states=True)
+    chatter = Moving(
+        open_engine(directory),
+        reference,
+        6,
+        within=1e-4,
+        make_executor=partial(Executor, shared=shared),
+        gpu_kv_chunks=60,
+        host_kv_chunks=300,
+        shared_min_tokens=16,
+    )
+    assert chatter.config.states.chunks > 1
+    return chatter.run(60, restarts=4, events=events)
+
+
+def test_a_conversation_moves_to_another_server(model, tmp_path):
+    """Its log probabilities are those of transformers, with the prompt's KV and a state fetched."""
+    directory, reference = model
+    torch.manual_seed(12)
+    where = {"engine": "directory", "path": str(tmp_path / "kv"), "max_bytes": 2**30}
+    where["min_tokens"] = 64
+    options = (
+        *("--chunk-tokens", 32, "--gpu-kv-chunks", 100, "--host-kv-chunks", 2000),
+        *("--served-model-name", "demo", "--kv-shared-config", json.dumps(where)),
+    )
+
+    def turn(server, tokens):
+        body = dict(prompt=tokens, max_tokens=8, ignore_eos=True, logprobs=0, temperature=0)
+        answer = server.post(
+            "/v1/completions", return_token_ids=True, return_sources=True, **body
+        ).json()
+        (choice,) = answer["choices"]
+        reply = choice["token_ids"]
+        check_logprobs(reference, tokens + reply, choice["logprobs"]["token_logprobs"], 1e-4)
+        return reply, answer["usage"]["prompt_tokens_details"]["shared"]
+
+    with (
+        Server(tmp_path / "a", *options, engine=directory) as server,
+        Server(tmp_path / "b", *options, engine=directory) as other,
+    ):
+
+        def moves():
+            """False: a busy machine has not written or answered in time."""
+            prompt = torch.randint(3, 160, (400,)).tolist()
+            log = prompt + turn(server, prompt)[0]
+            wait_for(lambda: server.metric(WRITTEN) >= len(prompt) // 32)
+            fetched = turn(other, [*log, 7, 8, 9])[1]
+            assert fetched <= 384  # up to the last state
+            return fetched > 0
+
+        wait_for(moves, 300)
 
 
 @pytest.mark.parametrize(("chunks", "warns"), [(4, True), (4000, False)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pensieve.scheduler.kv.piece_keys import split_key, state_key
 from pensieve.scheduler.plan import KeyAnswer, Spill, TierReport
 from pensieve.scheduler.types import Tier
 
@@ -14,7 +15,7 @@ NOTICE_S = 4.0
 
 
 class SharedDevice(DeviceModel):
-    """shared    the store: key -> content of a chunk
+    """shared    the store: key -> content of a chunk, or of all pieces of a state
     moves        slot -> Spill or Promotion, in progress
     began        slot -> number of the step that began it
     written      key -> the step that began its last write
@@ -50,7 +51,8 @@ class SharedDevice(DeviceModel):
                 before = dict([writer] if writer else [])
                 if isinstance(work, Spill):
                     assert before, f"{place} is written to the store, but nothing is there"
-                    assert len(self.pools["host"][work.host]) == self.chunk_tokens
+                    content = self.pools["host"][work.host]
+                    assert "piece" in content or len(content) == self.chunk_tokens
                 else:
                     before |= self.users[place]
                 for lane, ticket in before.items():
@@ -60,7 +62,35 @@ class SharedDevice(DeviceModel):
         return failed
 
     def end_move(self, slot, succeeds=True):
-        """Returns the field of the report that names the slot."""
+        """Returns the field of the report that names the slot, and all slots of its record."""
+        work = self.moves[slot]
+        key, piece = split_key(work.key)
+        if piece is None:
+            return self._end_move(slot, succeeds), (slot,)
+        slots = [
+            other
+            for other, move in self.moves.items()
+            if type(move) is type(work) and _state_of(move) == _state_of(work)
+        ]
+        pieces = [self.moves.pop(slot) for slot in slots]
+        numbers = [split_key(one.key)[1].number for one in pieces]
+        assert numbers == [*range(self.states.chunks)], "a state is moved in parts"
+        key = state_key(key)
+        hosts = [one.host for one in pieces]
+        if isinstance(work, Spill):
+            if succeeds:  # a store keeps the first record of a key
+                content = [dict(self.pools["host"][host]) for host in hosts]
+                self.shared.setdefault(key, content)
+                self.written[key] = self.began[slot]
+            return ("spilled" if succeeds else "failed"), slots
+        record = self.shared.get(key) if succeeds else None
+        for host, content in zip(hosts, record or [{}] * len(hosts), strict=True):
+            self.pools["host"][host] = dict(content)
+            self.users["host", host].clear()
+            self.last_writer["host", host] = (1, 0)
+        return ("promoted" if record else "failed"), slots
+
+    def _end_move(self, slot, succeeds):
         work = self.moves.pop(slot)
         if isinstance(work, Spill):
             if succeeds:
@@ -75,11 +105,12 @@ class SharedDevice(DeviceModel):
         return "promoted" if content is not None else "failed"
 
     def answer(self, finds, batch):
-        assert all(len(key) == 32 for key in batch.keys)
+        assert all(len(key) == 32 for key in batch.keys if not key.endswith(b"state"))
         if finds:
             return KeyAnswer(batch.number, tuple(key in self.shared for key in batch.keys))
         for key in batch.keys:
             self.shared.pop(key, None)
+            self.shared.pop(state_key(key), None)
         return KeyAnswer(batch.number, (True,) * len(batch.keys))
 
 
@@ -105,14 +136,24 @@ class WithSharedTier:
         sizes = (config.gpu_kv_chunks, config.host_kv_chunks, config.chunk_tokens)
         copy_fails = (lambda: self._copy_fails.random() < 0.2) if config.copies_may_fail else None
         return SharedDevice(
-            *sizes, self.windows, self._vocabulary, copy_fails, self.salts, self.erases
+            *sizes,
+            self.windows,
+            self._vocabulary,
+            copy_fails,
+            self.salts,
+            self.erases,
+            config.states,
         )
 
     def shared_reports(self):
         device = self.device
         slots = {"spilled": (), "promoted": (), "failed": ()}
         for slot, succeeds in self.ended_moves():
-            slots[device.end_move(slot, succeeds)] += (slot,)
+            if slot in device.moves:  # not ended with another piece
+                field, ended = device.end_move(slot, succeeds)
+                slots[field] += tuple(ended)
+                pieces = self.config.states is not None and len(ended) == self.config.states.chunks
+                self.counts[f"states {field}"] += pieces
         looked_up = removed = ()
         for finds, batch in self.answered():
             device.questions.remove((finds, batch))
@@ -184,7 +225,9 @@ class SharedDriver(WithSharedTier, Driver):
         super()._delete(name, shared)
         for key in self.erasing[-1]:
             if key in own and not (find(key) and find(key).claims > 1):
-                self.deleted[key] = (self.device.shared.get(key), self.device.step, self.now)
+                for one in (key, state_key(key)):
+                    content = self.device.shared.get(one)
+                    self.deleted[one] = (content, self.device.step, self.now)
 
     def restart_one(self):
         """The store outlives this server."""
@@ -201,3 +244,9 @@ class SharedDriver(WithSharedTier, Driver):
             if self.device.written.get(key, -1) <= self.deleted[key][1]
         ]
         assert not left, f"{len(left)} records of deleted conversations are in the store"
+
+
+def _state_of(work):
+    """The key and the computation of the state that a piece of work is of; None for KV."""
+    key, piece = split_key(work.key)
+    return None if piece is None else (key, piece.computation)

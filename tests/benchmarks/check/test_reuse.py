@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.check import reuse
 from benchmarks.check.reuse import SOURCES, Way, judge, states_of
-from benchmarks.check.reuse_ways import DISK, WAYS, WAYS_OF_RANKS, WAYS_OF_STATES
+from benchmarks.check.reuse_ways import DISK, FETCHED, WAYS, WAYS_OF_RANKS, WAYS_OF_STATES
 from benchmarks.loop import LoopAnswer
 from pensieve.builder.build import build_engine
 from pensieve.runtime.device.cpu import CpuDevice
@@ -74,6 +74,7 @@ def test_all_ways_of_states_agree(hybrid, dtype, tmp_path, capsys):
     assert told["passed"] and list(told["ways"]) == list(WAYS_OF_STATES)
     assert all(way["count"] == 3 for way in told["ways"].values())
     assert told["ways"]["alone-half"]["tokens"]["gpu"] and told["ways"][DISK]["tokens"]["disk"]
+    assert told["ways"][FETCHED]["tokens"]["shared"]
 
 
 @pytest.mark.slow
@@ -81,7 +82,8 @@ def test_all_ways_of_states_agree_on_two_ranks(hybrid, tmp_path):
     build_engine(hybrid, tmp_path / "engine", dtype="float32", tensor_parallel=2)
     lines = json_lines("benchmarks.check.reuse", "--engine", tmp_path / "engine", *WITH_STATES)
     assert lines[-1]["passed"]
-    assert list(lines[-1]["ways"]) == [way for way in WAYS_OF_STATES if way != DISK]
+    of_ranks = [way for way in WAYS_OF_STATES if way not in (DISK, FETCHED)]
+    assert list(lines[-1]["ways"]) == of_ranks
 
 
 @pytest.mark.slow

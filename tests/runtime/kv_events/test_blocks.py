@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from itertools import count
 from random import Random
 from types import SimpleNamespace
@@ -12,14 +13,20 @@ import pytest
 
 from pensieve.runtime.cache_salt import kv_salt
 from pensieve.runtime.kv_events.blocks import Blocks
-from pensieve.scheduler.config import SchedulerConfig
+from pensieve.scheduler.config import SchedulerConfig, StateConfig
 from pensieve.scheduler.kv.chunk_keys import NO_KEY, ChunkKeys
-from pensieve.scheduler.kv.noted_store import ContextRun, NotedStores, ResidencyChanges
+from pensieve.scheduler.kv.noted_store import (
+    ContextRun,
+    NotedChunkStore,
+    NotedStores,
+    ResidencyChanges,
+)
+from pensieve.scheduler.kv.piece_keys import KEY_BYTES
 from pensieve.scheduler.planning.commit import Committer
 
 from ...scheduler.stores import a_store
-from .player import Player
-from .routers import LlmDDouble
+from .player import Player, StatePlayer
+from .routers import MEDIA, LlmDDouble
 
 SIZE = 4
 KEYS = ChunkKeys(b"", SIZE, None)
@@ -37,13 +44,13 @@ def run_of(tokens, salt=b""):
 class Told:
     """Blocks, and a router that is told of them."""
 
-    def __init__(self):
-        self.blocks = Blocks(b"", SIZE)
+    def __init__(self, has_states=False):
+        self.blocks = Blocks(b"", SIZE, has_states)
         self.router = LlmDDouble()
         self._numbers = count()
 
-    def apply(self, *tiers, names=()):
-        self.blocks.apply(ResidencyChanges(tiers, names))
+    def apply(self, *tiers, names=(), states=()):
+        self.blocks.apply(ResidencyChanges(tiers, names, states=states))
 
     def send(self):
         events = self.blocks.events()
@@ -236,3 +243,148 @@ def test_contexts_without_their_first_tokens_are_not_told(overflow):
             assert told.router.score(tokens, SIZE, salt) == runs
             begun_later += player.scheduler.conversations.get(name).context_start > 0
     assert begun_later > 100
+
+
+# -- recurrent states
+
+
+def test_blocks_are_told_up_to_the_last_state():
+    told = Told(has_states=True)
+    run = run_of(range(24))
+    told.apply(*((key, 0) for key in run.keys), names=[run])
+    assert told.send() == []
+    told.apply(states=[(run.keys[1], 8), (run.keys[3], 16)])
+    (stored,) = told.send()
+    assert stored["token_ids"] == list(range(16))
+    told.apply(states=[(run.keys[3], 0)])
+    (removed,) = told.send()
+    assert removed["type"] == "BlockRemoved" and told.score(run) == (2, 2, 2)
+    told.apply(states=[(run.keys[5], 24)])
+    told.send()
+    assert told.score(run) == (6, 6, 6)
+    told.apply((run.keys[4], GONE))
+    told.send()
+    assert told.score(run) == (2, 2, 2)
+
+
+def test_a_state_is_told_for_its_own_branch_and_what_leads_there():
+    told = Told(has_states=True)
+    first, second = run_of(range(16)), run_of([*range(8), *range(50, 58)])
+    keys = dict.fromkeys((*first.keys, *second.keys), 0)
+    told.apply(*keys.items(), names=[first, second], states=[(second.keys[3], 16)])
+    told.send()
+    assert told.score(first) == (2, 2, 2) and told.score(second) == (4, 4, 4)
+
+
+def test_a_state_that_came_before_the_name_of_its_chunk_is_told_with_it():
+    told = Told(has_states=True)
+    run = run_of(range(12))
+    told.apply(*((key, 2) for key in run.keys), states=[(run.keys[1], 8)])
+    assert told.send() == []
+    told.apply(names=[run])
+    told.send()
+    assert told.score(run) == (0, 0, 2)
+
+
+def test_a_state_of_another_position_is_none():
+    told = Told(has_states=True)
+    run = run_of(range(12))
+    told.apply(*((key, 0) for key in run.keys), names=[run], states=[(run.keys[1], 12)])
+    assert told.send() == []
+
+
+def test_lost_changes_of_states_are_made_up_for():
+    told = Told(has_states=True)
+    run = run_of(range(16))
+    tiers = [(key, 0) for key in run.keys]
+    told.apply(*tiers, names=[run], states=[(run.keys[3], 16)])
+    told.send()
+    told.blocks.replace(ResidencyChanges(tiers, states=[(run.keys[1], 8)]))
+    told.send()
+    assert told.score(run) == (2, 2, 2)
+
+
+STATE = dict(chunks=3, slots=8, spacing=16, generated=8, multiple=8)
+STATE_RUNS = [
+    dict(seed=1, disk_kv_chunks=0, host_kv_chunks=40),
+    dict(seed=2, disk_kv_chunks=40, host_kv_chunks=24),
+    dict(seed=3, disk_kv_chunks=120, host_kv_chunks=60, eviction="retention"),
+    dict(seed=4, disk_kv_chunks=0, host_kv_chunks=90, copies_may_fail=True, gpu_kv_chunks=40),
+    dict(seed=5, disk_kv_chunks=40, host_kv_chunks=40, truncates=0.3),
+]
+
+
+def play_with_states(settings, steps):
+    """Compares the router's view with the whole store after each step. Returns counts."""
+    views = []
+
+    def start(store):
+        views.append(Told(has_states=True))
+
+    player = StatePlayer(**settings, on_start=start, states=StateConfig(**STATE))
+    counts = Counter()
+    before = {}
+    for _ in range(steps):
+        player.step()
+        view = views[-1]
+        changes = player.store.take_changes()
+        if changes is not None:
+            assert all(len(key) <= KEY_BYTES for key, _ in changes.tiers)
+            player.note(changes.names)
+            view.blocks.apply(changes)
+        view.send()
+        expected = player.told()
+        assert view.router.ended == Counter(
+            {(path, MEDIA[tier]): 1 for path, tier in expected.items()}
+        )
+        counts["stored"] += len(expected.keys() - before.keys())
+        counts["removed"] += len(before.keys() - expected.keys())
+        counts["on disk"] += 2 in expected.values()
+        before = expected
+    resident = player.store.resident()
+    kept = player.scheduler._states.kept
+    assert dict(resident.states) == {key: state.end for key, state in kept.by_key.items()}
+    assert len(resident.tiers) == len(view.blocks) + len(view.blocks._unnamed)
+    view.blocks.replace(resident)
+    assert view.send() == []
+    return counts
+
+
+@pytest.mark.parametrize("settings", STATE_RUNS, ids=lambda settings: str(settings["seed"]))
+def test_what_is_told_of_states_is_what_the_whole_store_says(settings):
+    counts = play_with_states(settings, 1500)
+    assert min(counts["stored"], counts["removed"]) > 50, counts
+    assert (counts["on disk"] > 0) == (settings["disk_kv_chunks"] > 0), counts
+
+
+def state_that_is_lost_untold(monkeypatch):
+    note_state = NotedChunkStore.note_state
+
+    def note(self, key, end):
+        if end:
+            note_state(self, key, end)
+
+    monkeypatch.setattr(NotedChunkStore, "note_state", note)
+
+
+def chunks_behind_the_last_state(monkeypatch):
+    monkeypatch.setattr(Blocks, "_is_usable", lambda self, block: bool(block.tiers))
+
+
+def states_behind_a_hole(monkeypatch):
+    is_usable = Blocks._is_usable
+
+    def finds_one_behind(self, block):
+        return block.usable_children > 0 or is_usable(self, block)
+
+    monkeypatch.setattr(Blocks, "_is_usable", finds_one_behind)
+
+
+@pytest.mark.parametrize(
+    "mutate", [state_that_is_lost_untold, chunks_behind_the_last_state, states_behind_a_hole]
+)
+def test_an_error_in_what_is_told_is_found(mutate, monkeypatch):
+    mutate(monkeypatch)
+    with pytest.raises((AssertionError, KeyError, ValueError)):
+        for settings in STATE_RUNS:
+            play_with_states(settings, 1500)

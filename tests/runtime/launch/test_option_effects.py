@@ -355,7 +355,7 @@ def served(files, engine, monkeypatch):
         note("build", **settings)
         return Path(path)
 
-    def publisher(config, store, seed, chunk_tokens):
+    def publisher(config, store, seed, chunk_tokens, has_states):
         note("kv_events", config=config)
 
     monkeypatch.setattr(publisher_module, "KVEventPublisher", publisher)
