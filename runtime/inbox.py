@@ -10,7 +10,7 @@ Item = TypeVar("Item")
 
 
 class Inbox(SimpleQueue[Item]):
-    """A `SimpleQueue` for one reader, whose waits end in time. `put` is safe in a signal handler."""
+    """A `SimpleQueue` for one reader, whose waits end in time. Signal handlers may `put`."""
 
     def get(self, block: bool = True, timeout: float | None = None) -> Item:
         """Returns the next item. Raises Empty if none comes within `timeout` seconds."""

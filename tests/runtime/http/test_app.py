@@ -593,6 +593,7 @@ def test_nulls_and_neutral_values_ask_for_nothing(ask: Callable[..., Any]) -> No
     more = {
         "tools": [],
         "logprobs": False,
+        "top_logprobs": 0,
         "response_format": {"type": "text"},
         "parallel_tool_calls": True,
     }

@@ -39,17 +39,18 @@ def test_the_prompt_of_a_response_is_counted(serve: Any) -> None:
                 "input_tokens": first["usage"]["input_tokens"],
             }
             item = {"type": "item_reference", "id": first["output"][0]["id"]}
+            user = {"role": "user", "content": "x"}
             for more in (
                 {"input": "more", "previous_response_id": first["id"]},
-                {"input": [{"role": "user", "content": "x"}, item, {"role": "user", "content": "y"}]},
+                {"input": [user, item, user]},
             ):
                 requests = len(server.requests)
                 counted = await server.post(path, **more)
                 assert len(server.requests) == requests
                 answer = await respond(server, **more)
                 assert answer["usage"]["input_tokens"] == counted["input_tokens"]
-            made = await server.post(CONVERSATIONS)
-            refused = await server.post(path, 400, input="x", conversation=made["id"])
+            conversation = await server.post(CONVERSATIONS)
+            refused = await server.post(path, 400, input="x", conversation=conversation["id"])
             assert refused["error"]["param"] == "conversation"
 
     run(work())
