@@ -29,7 +29,8 @@ ANSWERS = ["At seven o'clock.", "It is for fishermen.", "There are many."]
 COUNT = "printf 'forty-%s boats' two"
 """The command does not hold the text that it prints, which only the tool's result can bring."""
 PIXEL = base64.b64decode(
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJ"
+    "AAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
 """An image in PNG."""
 SHARE = 0.9  # of a prompt that is found, from the second request on
