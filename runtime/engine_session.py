@@ -12,7 +12,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import Any
 
 from ..scheduler.scheduler import Scheduler
@@ -28,6 +28,7 @@ from ..scheduler.types import (
     RowResult,
 )
 from .executor import Executor
+from .inbox import Inbox
 from .loop import EngineLoop
 from .messages import Forget, Fork, Keep
 from .observe.loop_stats import LoopCounters
@@ -71,7 +72,7 @@ class EngineSession:
         self._wake = wake
         self._report_kv = report_kv
         self._compiling: dict[RequestId, tuple[Request, Future[Any]]] = {}  # not in the queue yet
-        self._compiled: SimpleQueue[RequestId] = SimpleQueue()
+        self._compiled: Inbox[RequestId] = Inbox()
         self._results: list[RowResult] = []  # since the last step
         self._erasing: deque[Callable[[Erasure], None]] = deque()
 

@@ -29,6 +29,7 @@ from ..scheduler.work import MESSAGE
 from .engine_session import EngineSession, no_report
 from .executor import Executor
 from .gc_control import GarbageCollector
+from .inbox import Inbox
 from .messages import (
     Abort,
     Drain,
@@ -84,7 +85,7 @@ class Service:
     ):
         self._scheduler = scheduler
         self._executor = executor
-        self._inbox: SimpleQueue[FromHTTP | GrammarCompiled] = SimpleQueue()
+        self._inbox: Inbox[FromHTTP | GrammarCompiled] = Inbox()
         self._outbox: SimpleQueue[ToHTTP | None] = SimpleQueue()
         self._reader = threading.Thread(
             target=_read, args=(connection, self._inbox), name="inbox", daemon=True

@@ -24,7 +24,8 @@ LAYERS = [
     "scheduler.sim",
     "plugins",
     "builder",
-    "runtime.counters runtime.openmp runtime.system runtime.gc_control runtime.cache_salt",
+    "runtime.counters runtime.openmp runtime.system runtime.gc_control runtime.cache_salt "
+    "runtime.inbox",
     "runtime.kv_events",
     "runtime.text",
     "runtime.step",

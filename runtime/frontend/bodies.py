@@ -426,7 +426,7 @@ class ChatBody(ChoicesBody):
 
     @model_validator(mode="after")
     def _tools_and_logprobs(self) -> ChatBody:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise RequestError(
                 ErrorKind.INVALID, "top_logprobs is allowed only with logprobs", "top_logprobs"
             )

@@ -93,6 +93,16 @@ class Body(BaseModel):
         return {field.alias or name for name, field in cls.model_fields.items()}
 
 
+def leave_out(name: str, ignored: list[str] | None) -> None:
+    """Records that the model does not see this part of the request: the answer's header names it.
+    Raises RequestError (INVALID) if fields are not ignored (None)."""
+    if ignored is None:
+        raise RequestError(ErrorKind.INVALID, f"{name} is not supported by this server")
+    plain = header_name(name)
+    if plain not in ignored and len(ignored) < MOST_NAMED:
+        ignored.append(plain)
+
+
 def header_name(name: str) -> str:
     """The name in letters that a header may contain, shortened; "_" for an empty name."""
     return re.sub(r"[^\w.-]", "_", name[:LONGEST_NAME], flags=re.ASCII) or "_"

@@ -19,7 +19,7 @@ from pydantic import (
 
 from ...scheduler.types import ErrorKind, RequestError
 from ..text.template_form import THOUGHTS
-from .body_base import Body, NonEmpty
+from .body_base import Body, NonEmpty, leave_out
 
 DEEPEST = 200  # levels of a tool call's arguments; bodies have as many at most
 MOST_MESSAGES = 16384  # of one dialogue: other requests wait while each is checked
@@ -59,6 +59,37 @@ def text_only(content: Any, *kinds: str) -> Any:
                 f"this server reads text only; it has no use for a part of type {kind[:64]!r}",
             )
     return content
+
+
+MEDIA = {
+    "document": "document",
+    "file": "file",
+    "image": "image",
+    "image_url": "image",
+    "input_audio": "audio",
+    "input_file": "file",
+    "input_image": "image",
+}
+"""Parts of messages that are no text, by their types in the three APIs, and their names for the
+model."""
+
+
+def result_texts(content: Any, text: str, where: str, ignored: list[str] | None) -> Any:
+    """Returns the content of a tool's result, with a part of type `text` in the place of each image
+    and file, which says so to the model. An agent sends what its tools return in each later turn
+    too: a refusal would end its session.
+
+    `where`, `ignored`: as `leave_out` names and records the part."""
+    if not isinstance(content, list):
+        return content
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind in MEDIA:
+            leave_out(f"{where}.{kind}", ignored)
+            part = {"type": text, "text": f"[{MEDIA[kind]} left out: this model reads text only]"}
+        parts.append(part)
+    return parts
 
 
 class Thinking(Body):
@@ -224,7 +255,9 @@ class Message(Body):
 
     @field_validator("content", mode="before")
     @classmethod
-    def _text_only(cls, content: Any) -> Any:
+    def _text_only(cls, content: Any, info: ValidationInfo) -> Any:
+        if info.data.get("role") == "tool":
+            content = result_texts(content, "text", "tool", info.context)
         return text_only(content, "text")
 
     @field_validator(*THOUGHTS, mode="before")

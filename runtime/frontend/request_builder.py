@@ -204,14 +204,16 @@ class RequestBuilder:
     async def prompts(self, generate: Generate, caller: Caller) -> list[array[int]]:
         """The tokens of each prompt. Nothing is generated or stored. Raises as `call`, and INVALID
         for a prompt that continues the server's history."""
-        if generate.server_history:
+        in_conversation = generate.response and generate.conversation_id is not None
+        if generate.server_history or in_conversation:
             raise RequestError(
                 ErrorKind.INVALID,
                 "a prompt of the server's history cannot be rendered: send all messages",
-                "history",
+                "conversation" if in_conversation else "history",
             )
         if generate.chat:
-            turn = await self._open_chat(replace(generate, conversation_id=None), caller, "")
+            apart = replace(generate, conversation_id=None, store=False)
+            turn = await self._open_chat(apart, caller, "")
             turn.close()
             return [turn.prompt]
         return [await self._encoded(self._checked(prompt)) for prompt in generate.prompts]

@@ -351,6 +351,11 @@ def add_generation(
     async def responses(request: HTTPRequest) -> Response:
         return await answer(ResponseBody, request)
 
+    @app.post("/v1/responses/input_tokens")
+    async def input_tokens(request: HTTPRequest) -> dict[str, Any]:
+        (prompt,) = await prompts_of(ResponseBody, request)
+        return {"object": "response.input_tokens", "input_tokens": len(prompt)}
+
     @app.post("/v1/messages")
     async def messages(request: HTTPRequest) -> Response:
         return await answer(MessageBody, request)
@@ -375,10 +380,12 @@ def add_generation(
         return rendered(prompt)
 
     async def prompts_of(
-        kind: type[CompletionBody | ChatBody | PromptBody], request: HTTPRequest
+        kind: type[CompletionBody | ChatBody | ResponseBody | PromptBody], request: HTTPRequest
     ) -> list[array[int]]:
         body = await read_body(kind, request)
         check_model(body.model, ready)
+        if isinstance(body, ResponseBody):
+            body = await with_stored_items(body, histories, caller_of(request).owner)
         if isinstance(body, PromptBody) and not settings.keep_tokens_left:
             body = body.without_tokens_left()
         generate = await asyncio.to_thread(body.generate)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from ...scheduler.types import ErrorKind, RequestError
 from ..frontend.bodies import (
@@ -35,6 +35,7 @@ from ..frontend.chat_messages import (
     MessageToolCall,
     NamedTool,
     Thinking,
+    result_texts,
     with_thinking,
 )
 from ..frontend.chat_messages import Tool as ChatTool
@@ -124,7 +125,12 @@ def _text_blocks(content: Any) -> Any:
     return _blocks(content, "text")
 
 
-def _user_blocks(content: Any) -> Any:
+def _user_blocks(content: Any, info: ValidationInfo) -> Any:
+    """Claude Code sends a document that its tool has read beside the tool's result."""
+    if isinstance(content, list) and any(
+        isinstance(block, dict) and block.get("type") == "tool_result" for block in content
+    ):
+        content = result_texts(content, "text", "tool_result", info.context)
     return _blocks(content, "text", "tool_result")
 
 
@@ -166,6 +172,11 @@ class ToolResultBlock(Body):
     tool_use_id: NonEmpty
     content: Texts = Field(default_factory=list)
     cache_control: CacheControl | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _texts(cls, content: Any, info: ValidationInfo) -> Any:
+        return result_texts(content, "text", "tool_result", info.context)
 
     def message(self) -> Message:
         return Message(role="tool", tool_call_id=self.tool_use_id, content=_lines(self.content))

@@ -21,6 +21,7 @@ BODIES: dict[tuple[str, str], type[BaseModel]] = {
     ("/v1/completions", "post"): CompletionBody,
     ("/v1/chat/completions", "post"): ChatBody,
     ("/v1/responses", "post"): ResponseBody,
+    ("/v1/responses/input_tokens", "post"): ResponseBody,
     ("/v1/messages", "post"): MessageBody,
     ("/v1/messages/count_tokens", "post"): PromptBody,
     ("/v1/completions/render", "post"): CompletionBody,

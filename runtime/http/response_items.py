@@ -11,16 +11,17 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
 from ...scheduler.types import ErrorKind, RequestError
-from ..frontend.body_base import MOST_NAMED, Body, NonEmpty, header_name
+from ..frontend.body_base import Body, NonEmpty, leave_out
 from ..frontend.chat_messages import (
     MOST_MESSAGES,
     Message,
     MessageFunctionCall,
     MessageToolCall,
     TextPart,
+    result_texts,
     text_only,
 )
 
@@ -66,16 +67,6 @@ def response_of(item: str) -> str | None:
 def full_name(namespace: str | None, name: str) -> str:
     """The name under which the model sees a tool."""
     return name if namespace is None else f"{namespace}__{name}"
-
-
-def leave_out(name: str, ignored: list[str] | None) -> None:
-    """Records that the model does not see this part of the request: the answer's header names it.
-    Raises RequestError (INVALID) if fields are not ignored (None)."""
-    if ignored is None:
-        raise RequestError(ErrorKind.INVALID, f"{name} is not supported by this server")
-    plain = header_name(name)
-    if plain not in ignored and len(ignored) < MOST_NAMED:
-        ignored.append(plain)
 
 
 class Part(Body):
@@ -217,6 +208,11 @@ class CallOutputItem(Body):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: NonEmpty
     output: Content
+
+    @field_validator("output", mode="before")
+    @classmethod
+    def _texts(cls, output: Any, info: ValidationInfo) -> Any:
+        return result_texts(output, "input_text", "function_call_output", info.context)
 
     def message(self) -> Message:
         """The result as a message of a tool."""

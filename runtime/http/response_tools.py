@@ -25,10 +25,10 @@ from pydantic import (
 
 from ...scheduler.types import ErrorKind, RequestError
 from ..frontend.bodies import MOST_TOOLS
-from ..frontend.body_base import Body
+from ..frontend.body_base import Body, leave_out
 from ..frontend.chat_messages import Function, FunctionName, NamedTool
 from ..frontend.chat_messages import Tool as ChatTool
-from .response_items import CUSTOM_INPUT, LeftOut, full_name, leave_out
+from .response_items import CUSTOM_INPUT, LeftOut, full_name
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 OWN_TOOLS = ("function", "custom")

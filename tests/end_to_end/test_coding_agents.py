@@ -6,6 +6,7 @@ may be refused. `make clients` installs the agents.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripted_model import scripted_server, tool_call
+from tests.scripted_model import OTHERWISE, scripted_server, tool_call
 
 pytestmark = pytest.mark.slow
 
@@ -27,6 +28,11 @@ READ, COUNTED = "The harbour opens at seven.", "forty-two boats"
 ANSWERS = ["At seven o'clock.", "It is for fishermen.", "There are many."]
 COUNT = "printf 'forty-%s boats' two"
 """The command does not hold the text that it prints, which only the tool's result can bring."""
+PIXEL = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJ"
+    "AAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+"""An image in PNG."""
 SHARE = 0.9  # of a prompt that is found, from the second request on
 
 
@@ -36,7 +42,7 @@ def installed(path):
 
 
 class Place:
-    """A home and a folder to work in, both empty but for a file to read."""
+    """A home and a folder to work in, with a text and an image to read."""
 
     def __init__(self, directory):
         self.home = directory / "home"
@@ -45,6 +51,8 @@ class Place:
         self.work.mkdir()
         self.notes = self.work / "notes.txt"
         self.notes.write_text(READ + "\n")
+        self.image = self.work / "pixel.png"
+        self.image.write_bytes(PIXEL)
 
     def run(self, *words, **environment):
         """Returns what the command writes to its standard output, which ends in the answer."""
@@ -87,6 +95,13 @@ def check(log):
     assert all(int(cached) / int(prompt) >= SHARE for prompt, cached in counts[1:]), counts
 
 
+def check_image(log, part):
+    """Three requests, the last two with the image that a tool has read, whose part is named."""
+    assert not [line for line in log if "refused status=4" in line]
+    assert [line for line in log if f"{part} in requests" in line]
+    assert len([line for line in log if "INFO request" in line]) == 3
+
+
 CLAUDE = CLIENTS / "node_modules" / ".bin" / "claude"
 LISTED = "claude-opus-5"
 
@@ -112,6 +127,26 @@ def test_claude_code(tmp_path, place, model):
             words = (CLAUDE, "-p", question, "--allowedTools", "Read,Bash", *again)
             assert place.run(*words, **environment) == ANSWERS[number]
     check(server.log)
+
+
+@installed(CLAUDE)
+def test_claude_code_goes_on_after_an_image(tmp_path, place):
+    says = {"Part one": tool_call("Read", file_path=str(place.image)), "Part two": ANSWERS[1]}
+    with scripted_server(tmp_path, says) as server:
+        environment = {
+            "ANTHROPIC_BASE_URL": server.url,
+            "ANTHROPIC_API_KEY": "none",
+            "ANTHROPIC_MODEL": "scripted",
+            "ANTHROPIC_DEFAULT_HAIKU_MODEL": "scripted",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        }
+        for question, again, answer in (
+            (QUESTIONS[0], [], OTHERWISE),
+            (QUESTIONS[1], ["--continue"], ANSWERS[1]),
+        ):
+            words = (CLAUDE, "-p", question, "--allowedTools", "Read", *again)
+            assert place.run(*words, **environment).endswith(answer)
+    check_image(server.log, "tool_result.image")
 
 
 OPENCODE = CLIENTS / "node_modules" / ".bin" / "opencode"
@@ -180,6 +215,20 @@ def test_codex(tmp_path, place):
             again = ["resume", "--last"] if number else []
             assert place.run(CODEX, "exec", *again, *free, question) == ANSWERS[number]
     check(server.log)
+
+
+@installed(CODEX)
+def test_codex_goes_on_after_an_image(tmp_path, place):
+    says = {"Part one": tool_call("view_image", path=str(place.image)), "Part two": ANSWERS[1]}
+    settings = place.home / ".codex" / "config.toml"
+    settings.parent.mkdir()
+    with scripted_server(tmp_path, says) as server:
+        settings.write_text(CODEX_CONFIG.format(url=server.url))
+        free = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+        assert place.run(CODEX, "exec", *free, QUESTIONS[0]) == OTHERWISE
+        again = ("exec", "resume", "--last", *free, QUESTIONS[1])
+        assert place.run(CODEX, *again) == ANSWERS[1]
+    check_image(server.log, "function_call_output.input_image")
 
 
 @installed(AGENTS)

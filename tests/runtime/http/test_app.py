@@ -533,6 +533,36 @@ def test_parts_that_are_no_text_are_named(ask: Callable[..., Any]) -> None:
         assert error["param"] == param
 
 
+def test_images_that_tools_return_do_not_end_a_session(ask: Callable[..., Any]) -> None:
+    """An agent sends them in every later turn too."""
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    image = {"type": "image_url", "image_url": {"url": "http://a/b"}}
+    chat = {
+        "messages": [
+            {"role": "user", "content": "look"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": [image]},
+        ]
+    }
+    response = {
+        "input": [
+            {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"},
+            {
+                "type": "function_call_output",
+                "call_id": "c1",
+                "output": [{"type": "input_image", "image_url": "http://a/b"}],
+            },
+        ]
+    }
+    for path, body, named in (
+        ("/v1/chat/completions", chat, "tool.image_url"),
+        ("/v1/responses", response, "function_call_output.input_image"),
+    ):
+        answer = ask(post(path, {**body, "model": "fake"}))
+        assert answer.is_success, answer.text
+        assert answer.headers["x-pensieve-ignored-fields"] == named
+
+
 def test_too_long_is_refused_with_both_numbers(ask: Callable[..., Any]) -> None:
     for work, param in (
         (complete(prompt=[5] * 300), "prompt"),
@@ -563,6 +593,7 @@ def test_nulls_and_neutral_values_ask_for_nothing(ask: Callable[..., Any]) -> No
     more = {
         "tools": [],
         "logprobs": False,
+        "top_logprobs": 0,
         "response_format": {"type": "text"},
         "parallel_tool_calls": True,
     }

@@ -281,6 +281,34 @@ def test_thinking_is_left_out_of_what_the_model_reads(serve: Any) -> None:
     run(work())
 
 
+def test_images_that_tools_return_do_not_end_a_session(serve: Any) -> None:
+    """Claude Code sends them in every later turn: those in a result, and a document beside it."""
+
+    async def work() -> None:
+        async with serve() as server:
+            document = {"type": "document", "source": {"type": "base64", "data": "JVBERg=="}}
+            results = [
+                {"type": "tool_result", "tool_use_id": "t1", "content": [IMAGE]},
+                document,
+            ]
+            turn = ("x", [{**USE, "id": "t1"}], results)
+            answer = await server.http.post(MESSAGES, json=body(*turn, "ok", "go on"))
+            assert answer.status_code == 200, answer.text
+            named = answer.headers["x-pensieve-ignored-fields"].split(", ")
+            assert sorted(named) == ["tool_result.document", "tool_result.image"]
+            assert (
+                "<|turn|>tool\n[image left out: this model reads text only]<|done|>\n"
+                "<|turn|>user\n[document left out: this model reads text only]<|done|>\n"
+            ) in await read(server)
+            refused = await send(server, *turn[:-1], [IMAGE], status=400)
+            assert "image blocks" in refused["error"]["message"]
+        async with serve(strict=True) as server:
+            refused = await send(server, *turn, status=400)
+            assert "tool_result.document is not supported" in refused["error"]["message"]
+
+    run(work())
+
+
 def test_a_reply_sent_back_keeps_its_tokens(serve: Any) -> None:
     """The stored ids stand for its text, though tokenising that would give others."""
 

@@ -27,6 +27,35 @@ def text_of(response: Any) -> str:
     return str(response["output"][0]["content"][0]["text"])
 
 
+def test_the_prompt_of_a_response_is_counted(serve: Any) -> None:
+    """LiteLLM's proxy asks so for Anthropic's clients."""
+
+    async def work() -> None:
+        async with serve() as server:
+            path = f"{RESPONSES}/input_tokens"
+            first = await respond(server, input="hello", instructions="be brief")
+            assert await server.post(path, input="hello", instructions="be brief") == {
+                "object": "response.input_tokens",
+                "input_tokens": first["usage"]["input_tokens"],
+            }
+            item = {"type": "item_reference", "id": first["output"][0]["id"]}
+            user = {"role": "user", "content": "x"}
+            for more in (
+                {"input": "more", "previous_response_id": first["id"]},
+                {"input": [user, item, user]},
+            ):
+                requests = len(server.requests)
+                counted = await server.post(path, **more)
+                assert len(server.requests) == requests
+                answer = await respond(server, **more)
+                assert answer["usage"]["input_tokens"] == counted["input_tokens"]
+            conversation = await server.post(CONVERSATIONS)
+            refused = await server.post(path, 400, input="x", conversation=conversation["id"])
+            assert refused["error"]["param"] == "conversation"
+
+    run(work())
+
+
 def test_responses_go_on_from_any_earlier_one(serve: Any) -> None:
     async def work() -> None:
         async with serve() as server:
