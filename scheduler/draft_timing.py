@@ -51,8 +51,9 @@ class DraftTiming:
     def took(self, plan: StepPlan, seconds: float) -> None:
         """Records how long the plan's step took. Steps with prompts are left out."""
         drafts = any(span.samples > 1 for span in plan.spans)
+        # a span of a reply computes again only what lies before its samples
         prompts = any(
-            span.samples < 2 and span.end - span.start != span.samples for span in plan.spans
+            not span.samples or span.end - span.write_from != span.samples for span in plan.spans
         )
         if not plan.samples or prompts:
             return

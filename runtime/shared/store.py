@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from math import inf
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -31,7 +32,7 @@ from ..disk.segments import aligned_buffer
 from .calls import Calls, CallThreads
 from .config import SharedConfig
 from .engine import Parts, SharedEngine, StoreOutcome
-from .trial import READERS, WRITERS, try_store
+from .trial import READERS, WRITERS, StoreTrial, trial_memory, try_store
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +40,11 @@ DEADLINE_S = 0.5  # of a call, beside twice its predicted time
 ERRORS = 3  # failures one after the other that switch the tier off
 OFF_S = 5.0  # seconds from going off to a probe
 TRIAL_AGAIN_S = 120.0
-"""Seconds until a new trial, once the store is believed slower. A store that is believed slow is
-not read, so only a trial can tell that it is fast again."""
-SLOWED = 0.5  # of the speed that the last trial found
+"""Seconds until a new trial after the first one, which runs while the server starts, after one that
+failed, and once the store is believed slower than SLOWED. A store that is believed slow is not
+read, so only a trial can tell that it is fast."""
+SLOWED = 0.5  # of the best speed that a trial has found
+TRIALS_S = 900.0  # seconds from one trial to the next if nothing asks for an earlier one
 LENT_SHARE = 1 / 8  # of the HOST slots; with more of them lent the tier stays off
 BATCH_BYTES = 16 * 2**20  # bytes of one call
 FIRST_SPEED = 1e9  # bytes/s, before any transfer
@@ -177,6 +180,8 @@ class SharedStore:
         ]
         self._batch = max(1, BATCH_BYTES // (PAGE + self._payload))
         self._most_lent = max(self._batch, int(LENT_SHARE * settings.host_slots))
+        # HOST slots of a call that reads: if all hang, they hold no more than may be lent
+        self._most_read = max(1, min(self._batch, self._most_lent // READERS))
         self._registering = threading.Lock()
         self._registered: set[int] = set()  # addresses; used only while that lock is held
 
@@ -187,11 +192,13 @@ class SharedStore:
         self._report = TierReport(self.tier)
         self._pages: list[np.ndarray] = []
         self._speeds = {kind: _Speed(self._payload, FIRST_SPEED) for kind in (Spill, Promotion)}
-        self._tried = dict.fromkeys(self._speeds, FIRST_SPEED)  # what the last trial found
+        self._best: dict[type[Spill] | type[Promotion], float] = {}  # what the best trial found
         self._key_speeds = {finds: _Speed(1, FIRST_KEYS) for finds in (True, False)}
         # by lane, the latest deadline of a question that a thread has begun
         self._patience = {True: 0.0, False: 0.0}
-        self._trial_due = False
+        self._next_trial = inf  # its time
+        self._trials = 0
+        self._trial_memory: np.ndarray | None = None
         self._failures = 0
         self._off = False
         self._probing = 0  # number of the probe whose answer counts
@@ -222,7 +229,8 @@ class SharedStore:
         with self._changed:
             for spills in _batches(work.spills, self._batch):
                 self._begin_transfer(spills, "write", self._write)
-            for promotions in _batches(work.promotions, self._batch):
+            share = -(-len(work.promotions) // READERS)
+            for promotions in _batches(work.promotions, min(share, self._most_read)):
                 self._begin_transfer(promotions, "read", self._read)
             if self._settings.rank == 0:
                 for batch in work.finds:
@@ -390,18 +398,33 @@ class SharedStore:
 
     def _try(self, payload: int) -> None:
         with self._changed:
-            self._trial_due = False
-        trial = try_store(self._engine, PAGE + payload)
+            self._trials += 1
+            self._next_trial = inf
+        try:
+            trial = self._trial(PAGE + payload)
+        except MemoryError:
+            trial = StoreTrial(failed="a trial finds no memory")
         with self._changed:
             if trial.failed:
                 self._complain(trial.failed)
-                return
-            log.info(
-                "the shared store reads %.2f GB/s, writes %.2f", trial.read / 1e9, trial.write / 1e9
-            )
-            for kind, speed in ((Promotion, trial.read), (Spill, trial.write)):
-                self._speeds[kind].assume(payload, speed)
-                self._tried[kind] = speed
+            else:
+                log.info(
+                    "the shared store reads %.2f GB/s, writes %.2f",
+                    trial.read / 1e9,
+                    trial.write / 1e9,
+                )
+                for kind, speed in ((Promotion, trial.read), (Spill, trial.write)):
+                    self._speeds[kind].assume(payload, speed)
+                    self._best[kind] = max(self._best.get(kind, 0.0), speed)
+            self._try_in(TRIAL_AGAIN_S if trial.failed or self._trials == 1 else TRIALS_S)
+
+    def _trial(self, record_bytes: int) -> StoreTrial:
+        """Its memory is kept: an engine may have registered it for good."""
+        if self._trial_memory is None:
+            memory = trial_memory(record_bytes)
+            self._engine.register(memory)
+            self._trial_memory = memory
+        return try_store(self._engine, record_bytes, self._trial_memory)
 
     def _find(self, question: _Question) -> None:
         if not self._start_questions(question, most=1):
@@ -482,8 +505,8 @@ class SharedStore:
             self._speeds[kind].moved(len(done) * (PAGE + self._payload))
             if not self._in_progress(kind):
                 self._speeds[kind].ends(self._calls.clock())
-                if self._speeds[kind].value < SLOWED * self._tried[kind]:
-                    self._try_later()
+                if self._speeds[kind].value < SLOWED * self._best.get(kind, FIRST_SPEED):
+                    self._try_in(TRIAL_AGAIN_S)
         self._end_work(transfer, done)
 
     def _end_work(self, transfer: _Transfer, done: set[int]) -> None:
@@ -534,7 +557,7 @@ class SharedStore:
                 # Late calls say little: one may have hung. So a slow store is learned in halves,
                 # and a trial finds out whether it is fast again.
                 self._speeds[transfer.kind].halve()
-                self._try_later()
+                self._try_in(TRIAL_AGAIN_S)
             if transfer.started:
                 self._report = self._report._replace(late=self._report.late + transfer.slots)
             self._missed()
@@ -544,10 +567,18 @@ class SharedStore:
             self._answer(question, ())
             self._missed()
 
-    def _try_later(self) -> None:
-        if not self._trial_due:
-            self._trial_due = True
-            self._calls.later(TRIAL_AGAIN_S, self.measure)
+    def _try_in(self, seconds: float) -> None:
+        """A trial in so many seconds, unless one comes before."""
+        due = self._calls.clock() + seconds
+        if due < self._next_trial:
+            self._next_trial = due
+            self._calls.later(seconds, lambda: self._try_if_due(due))
+
+    def _try_if_due(self, due: float) -> None:
+        with self._changed:
+            is_due = due == self._next_trial
+        if is_due:
+            self.measure()
 
     def _due(self, question: _Question) -> float:
         """Until a thread begins it, the deadline follows those that it waits for."""

@@ -17,7 +17,7 @@ from .engine import Parts, SharedEngine, StoreOutcome
 
 READERS = 8  # calls at once, as many as `SharedStore` makes
 WRITERS = 2
-TRIED_BYTES = 16 * 2**20  # of a call
+TRIED_BYTES = 8 * 2**20  # of a call, at most, unless one record is larger
 ROUNDS = 2  # the better one counts: the first may open connections
 
 Call = Callable[[Sequence[str], Sequence[Parts]], list[StoreOutcome]]
@@ -31,12 +31,23 @@ class StoreTrial(NamedTuple):
     failed: str = ""
 
 
-def try_store(engine: SharedEngine, record_bytes: int) -> StoreTrial:
-    """Blocks as long as the store does."""
+def trial_memory(record_bytes: int) -> np.ndarray:
+    """Memory for a trial with records of this size: 2 x records x bytes."""
     count = READERS * min(4, max(1, TRIED_BYTES // record_bytes))
     memory = np.frombuffer(aligned_buffer(2 * count * record_bytes), np.uint8)
-    engine.register(memory)
-    source, target = memory.reshape(2, count, record_bytes)
+    return memory.reshape(2, count, record_bytes)
+
+
+def try_store(
+    engine: SharedEngine, record_bytes: int, memory: np.ndarray | None = None
+) -> StoreTrial:
+    """Blocks as long as the store does. `memory`: of `trial_memory`, registered; None: it takes its
+    own."""
+    if memory is None:
+        memory = trial_memory(record_bytes)
+        engine.register(memory)
+    source, target = memory
+    count = len(source)
     source[:] = np.random.default_rng().integers(0, 256, (1, record_bytes), np.uint8)
     writes = []
     reads = []

@@ -19,6 +19,7 @@ from ..types import GPU, HOST, ChunkKey
 from .batcher import Batcher
 from .lookup import CacheLookup, RequestNeeds
 from .plan_builder import PlanBuilder
+from .promotions import promote
 from .queue_order import QueueOrder
 from .queues import RequestQueues
 from .sharing import Sharing
@@ -119,7 +120,7 @@ class Admission:
             for chunk in needs.chunks:
                 # A chunk that was read and evicted is not read twice: HOST cannot keep it until the
                 # others are there.
-                begun = chunk.key not in turn.read and builder.evictor.promote(chunk, drops=True)
+                begun = chunk.key not in turn.read and promote(builder.evictor, chunk, drops=True)
                 if begun is False:
                     turn.promotes = False
                     break

@@ -155,10 +155,12 @@ class Drafting:
 
     def _lag(self, row: RunningTurn) -> int:
         """How many tokens the row's next span computes again: those between its state and its
-        newest token, because a check does not move the state."""
+        newest token, because a check does not move the state. Those of a check whose result is
+        awaited may all come true."""
         if row.state is None or row.spans:
             return 0
-        return max(0, len(row.tokens) - 1 - row.state.at)
+        checking = row.drafts.checking if row.drafts is not None and row.awaits_token else 0
+        return max(0, len(row.tokens) - 1 - row.state.at) + checking
 
     def _lag_behind(self, row: RunningTurn) -> int:
         """The row's lag behind a check, without the drafts that come true."""
@@ -274,6 +276,8 @@ class Drafting:
         if drafts:
             assert row.drafts is not None
             row.drafts.checked = builder.step
+        if row.drafts is not None:
+            row.drafts.checking = count if drafts else 0
         if row.state is not None:
             assert self._states is not None
             start = row.state.at

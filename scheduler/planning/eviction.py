@@ -4,6 +4,8 @@ section 4.3.2), and frees slots on HOST for chunks of higher value than those th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cached_property
 from itertools import islice
 
 from ..kv.chunk import NO_SLOT, Chunk
@@ -114,27 +116,6 @@ class Evictor:
             store.stage(chunk, slots[0])
         return bool(slots)
 
-    def promote(self, chunk: Chunk, drops: bool) -> bool | None:
-        """Begins to read the chunk from a lower tier. Returns False if HOST has no room
-        for it, None if a slot will be unused soon.
-
-        `drops`: HOST may drop a chunk of lower value for it, or the copy of any idle GPU chunk.
-        """
-        host = self.store.host
-        value = self.store.policy.value(chunk, self.now)
-        has_room = (
-            host.free
-            or self._give_up_host_slots(1, value, drops)
-            or (drops and self._give_up_copies(1))
-        )
-        # the chunk may have gone with another piece of its state, to make the room
-        if not has_room or not chunk.resident:
-            return False
-        if not host.next_is_quiet(self.store.completed):
-            return None
-        self.store.promote(chunk, host.take())
-        return True
-
     def host_slots(self, count: int, value: float, drops: bool = True) -> list[int]:
         """Returns HOST slots for `count` chunks of that value; fewer if HOST holds too little of
         lower value.
@@ -146,53 +127,54 @@ class Evictor:
         * with `drops`, other chunks of lower value
         """
         host = self.store.host
-        while (missing := count - host.free) > 0 and self._give_up_host_slots(
-            missing, value, drops
-        ):
+        while (missing := count - host.free) > 0 and self.give_up_host_slots(missing, value, drops):
             pass
         return [host.take() for _ in range(min(count, host.free))]
 
-    def _give_up_host_slots(self, missing: int, value: float, drops: bool) -> bool:
+    def give_up_host_slots(self, missing: int, value: float, drops: bool) -> bool:
         """Frees at least one HOST slot if possible; more than `missing` only when a whole turn is
         evicted. Returns False if none."""
         store = self.store
-        unused = self._copies.without_host_slot_in_use
         # The set is in the order of filing: after the first chunk whose slot this plan uses, all
         # are this plan's.
-        busy = unused(islice(store.busy_copied, missing))
-        if self._give_up(busy, "copy") or self._give_up_copies(missing, value):
+        busy = [*islice(store.busy_copied, missing)]
+        if self.give_up_copies(busy):
+            return True
+        # those of highest value first: they stay on the GPU longest
+        head = Head(store.spare[GPU], self.now, descending=True)
+        idle = [
+            chunk
+            for chunk in head.peek(missing)
+            if chunk.slots[HOST] != NO_SLOT and chunk.moving is None
+        ]
+        if head.value > value and self.give_up_copies(idle):
             return True
         head = self.head(store.spare[HOST])
-        spare = unused(head.peek(missing))
-        if spare and head.value < value:
-            return self._give_up(spare, "reclaimed")
+        spare = head.peek(missing)
+        if head.value < value and self.give_up_copies(spare, "reclaimed"):
+            return True
         if not drops:
             return False
         head = self.head(store.only[HOST])
-        victims = unused(head.peek(store.policy.at_once(missing)))
+        victims = self._copies.without_host_slot_in_use(head.peek(store.policy.at_once(missing)))
         if not victims or head.value >= value:
             return False
         self.drop_from_host(victims, head.value)
         return True
 
-    def _give_up_copies(self, most: int, value: float = 0.0) -> bool:
-        """Frees the HOST slots of idle GPU chunks of higher value than `value`, those of highest
-        value first: they stay on the GPU longest."""
-        head = Head(self.store.spare[GPU], self.now, descending=True)
-        idle = [
-            chunk
-            for chunk in head.peek(most)
-            if chunk.slots[HOST] != NO_SLOT and chunk.moving is None
-        ]
-        unused = self._copies.without_host_slot_in_use(idle)
-        return head.value > value and self._give_up(unused, "copy")
-
-    def _give_up(self, chunks: list[Chunk], event: str) -> bool:
-        """Frees the HOST slots of these chunks. Returns False if there are none."""
-        for chunk in chunks:
+    def give_up_copies(self, chunks: list[Chunk], event: str = "copy") -> bool:
+        """Frees the HOST slots of these chunks, except those that this plan uses. Returns False if
+        there are none."""
+        unused = self._copies.without_host_slot_in_use(chunks)
+        for chunk in unused:
             self.store.release_host(chunk)
-        self.store.evictions.count(HOST, event, len(chunks))
-        return bool(chunks)
+        self.store.evictions.count(HOST, event, len(unused))
+        return bool(unused)
+
+    @cached_property
+    def idle_copies(self) -> Iterator[Chunk]:
+        """Idle GPU chunks, the latest ones first."""
+        return iter([*self.store.spare[GPU]][::-1])
 
     def drop_from_host(self, victims: list[Chunk], value: float) -> None:
         """Drops chunks of that value that are only on HOST."""

@@ -14,6 +14,7 @@ from ..kv.whereabouts import shared_only
 from ..turns.conversations import Conversations
 from .eviction import Evictor
 from .lookup import CacheLookup
+from .promotions import promote
 from .queue_order import QueueOrder
 
 READS_AHEAD_S = 0.1  # seconds of reading in progress at most; an urgent read may wait this long
@@ -111,6 +112,6 @@ class Prefetcher:
         self._no_room = False
         if self._store.lower.reading >= self._most_reads:
             return False
-        begun = evictor.promote(chunk, drops=False)
+        begun = promote(evictor, chunk, drops=False)
         self._no_room = begun is False and not self._store.lower.writing
         return begun is True

@@ -68,7 +68,8 @@ class Sharing(TierWriter):
         self._queues = queues
         self._kept = kept
         self._reserve = config.reserved_chunks
-        self._most_swap_ins = max(1, int(LINK_PIECE_S / cost.swap_in()))
+        self._cost = cost
+        self._least_swap_ins = max(1, int(LINK_PIECE_S / cost.swap_in()))
         self._writes = config.save != "off"
         self._least = config.shared_min_tokens
         self._size = config.chunk_tokens
@@ -260,18 +261,21 @@ class Sharing(TierWriter):
         time: a swap-in cannot wait for a later copy of its plan.
         """
         arriving = self._tier.arriving
-        while arriving and not (being_read(arriving[0]) or _awaits_gpu(arriving[0])):
+        while arriving and not (being_read(arriving[0]) or self._awaits_gpu(arriving[0])):
             arriving.popleft()
         arrived = takewhile(lambda chunk: not being_read(chunk), arriving)
-        piece = [*dict.fromkeys(islice(filter(_awaits_gpu, arrived), self._most_swap_ins))]
         store = self._store
+        most = min(self._swap_ins(builder), store.available - self._reserve)
+        piece = [*dict.fromkeys(islice(filter(self._awaits_gpu, arrived), max(0, most)))]
+        if len(piece) < self._least_swap_ins:
+            return
         missing = len(piece) - store.gpu.free
-        if len(piece) < self._most_swap_ins or store.available - self._reserve < len(piece):
-            return
-        victims = Head(store.spare[GPU], builder.now)
-        value = store.policy.value(piece[-1], builder.now)
-        if missing > 0 and (len(victims.peek(missing)) < missing or victims.value >= value):
-            return
+        if missing > 0:
+            spare = Head(store.spare[GPU], builder.now)
+            victims = [chunk for chunk in spare.peek(missing) if chunk.slots[HOST] != NO_SLOT]
+            value = store.policy.value(piece[-1], builder.now)
+            if len(victims) < missing or spare.value >= value:
+                return
         builder.evictor.take_gpu_slots(len(piece))
         store.reserve_swap_ins(piece)
         builder.copies.early.add(
@@ -279,11 +283,22 @@ class Sharing(TierWriter):
         )
         store.swap_ins_issued(piece)
 
+    def _swap_ins(self, builder: PlanBuilder) -> int:
+        """Chunks that the link copies while the step runs."""
+        rows = len(builder.generate)
+        step = self._cost.step(len(builder.token_ids), 0, rows, builder.rows_context())
+        return max(self._least_swap_ins, int(step / self._cost.swap_in()))
 
-def _awaits_gpu(chunk: Chunk) -> bool:
-    """True if a request in the queue waits for the chunk, which is on HOST only."""
-    on_gpu, on_host = (chunk.slots[tier] != NO_SLOT for tier in (GPU, HOST))
-    return on_host and not on_gpu and bool(chunk.queue_places)
+    def _awaits_gpu(self, chunk: Chunk) -> bool:
+        """True if a request in the queue waits for the chunk, which is on HOST only, in a complete
+        copy."""
+        on_gpu, on_host = (chunk.slots[tier] != NO_SLOT for tier in (GPU, HOST))
+        return (
+            on_host
+            and not on_gpu
+            and bool(chunk.queue_places)
+            and not self._store.unconfirmed(chunk)
+        )
 
 
 def _record_key(chunk: Chunk) -> ChunkKey:

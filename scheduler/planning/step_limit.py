@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 
 from ..cost import CostProfile
 from .plan_builder import PlanBuilder
@@ -10,32 +11,35 @@ from .plan_builder import PlanBuilder
 
 def limit_prompts(builder: PlanBuilder, cost: CostProfile, seconds: float, least: int) -> None:
     """Cuts the budget to the prompt tokens that are predicted to fit into a step of `seconds`
-    seconds, and to no less than `least` tokens.
+    seconds, and to no less than `least` tokens. The plan has no prompts yet.
 
     The budget is the tokens without context that fit. A token with context takes longer. It counts
     as more than one if it takes longer than `seconds` divided by the budget. If a step's time grows
     at least in proportion to its tokens, as measured steps' times do, no mixture is predicted to
     take longer than `seconds`.
     """
-    rows = max(1, builder.tokens)
-    context = builder.rows_context() + 1
-    fit = most_tokens(cost, seconds, builder.budget, rows, context)
+    positions = [*builder.positions, *(span.end - 1 for span in builder.spans)]
+    context = sum(positions) // max(1, len(positions)) + 1
+    rows = max(1, len(builder.samples))
+    again = builder.tokens - len(builder.samples)  # of drafts that came true, with states
+
+    def step(tokens: int) -> float:
+        known = again + tokens
+        return cost.step(known, context * again // max(1, known), rows, context)
+
+    fit = most_tokens(step, seconds, builder.budget)
     builder.least = least + len(builder.token_ids)
     builder.budget = min(builder.budget, max(fit, least))
-    base = cost.step(0, 0, rows, context)
+    base = step(0)
     if fit > least and seconds > base:
-        filled = cost.step(fit, 0, rows, context) - base
+        filled = step(fit) - base
         free = seconds - base
         builder.weigh = lambda context: max(
             1.0, (filled + fit * cost.token_attention(context)) / free
         )
 
 
-def most_tokens(cost: CostProfile, seconds: float, most: int, rows: int, rows_context: int) -> int:
-    """Returns how many known tokens without context, at most `most`, a step of `seconds` seconds
-    has beside the rows that generate; -1 if the rows alone take longer."""
-
-    def step(tokens: int) -> float:
-        return cost.step(tokens, 0, rows, rows_context)
-
+def most_tokens(step: Callable[[int], float], seconds: float, most: int) -> int:
+    """Returns how many tokens without context, at most `most`, a step of `seconds` seconds takes
+    beside what it has; -1 if that alone takes longer. `step`: seconds by tokens, ascending."""
     return bisect_right(range(most + 1), seconds, key=step) - 1

@@ -67,6 +67,7 @@ class Drafts:
         "_proposal",
         "_text",
         "checked",
+        "checking",
         "own",
         "shared",
     )
@@ -83,6 +84,7 @@ class Drafts:
         self.shared = shared
         self.own = Acceptance(shared.first, shared.later, shared.hits)
         self.checked = 0  # the last step that checks drafts
+        self.checking = 0  # tokens of the row in the last step that `Drafting` planned, if a check
 
     def next(self, tokens: Tokens) -> array[int]:
         """Returns the tokens that the open proposal expects after `tokens`, MOST_DRAFTS at most.

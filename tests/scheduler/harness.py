@@ -414,9 +414,11 @@ class Harness:
         }
         seconds = self._cost.plan_seconds(plan, begins)
         longest = self.config.chunk_tokens * self._cost.token_attention(self.config.max_model_len)
-        # a row that generates in a span samples at each of its positions
+        # a row that generates in a span samples at each position behind those computed again
         generated = sum(
-            span.samples for span in plan.spans if span.end - span.start == span.samples
+            span.end - span.start
+            for span in plan.spans
+            if span.samples and span.end - span.write_from == span.samples
         )
         least = len(plan.token_ids) - generated <= self.config.chunk_tokens
         assert least or seconds <= target / 1e3 + longest

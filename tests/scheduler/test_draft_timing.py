@@ -60,6 +60,15 @@ def test_steps_with_prompts_and_without_samples_teach_nothing():
     assert timing.step(0, 2, 100) == COST.step(0, 0, 2, 100)
 
 
+def test_a_step_that_computes_tokens_again_teaches_as_others_do():
+    """With states the step behind a check has the accepted tokens once more."""
+    timing = DraftTiming(COST)
+    again = plan(1, spans=[Span(0, 95, 100, 99, 1)], token_ids=array("i", range(5)))
+    for _ in range(100):
+        timing.took(again, 1.5 * COST.plan_seconds(again))
+    assert timing.step(0, 2, 100) == pytest.approx(1.5 * COST.step(0, 0, 2, 100), rel=0.01)
+
+
 def test_the_turnaround_follows_what_is_measured_and_no_single_pause():
     timing = DraftTiming(COST)
     timing.turned_round(10.0)

@@ -46,6 +46,7 @@ def drafting(seed):
     pick = Random(f"drafts {seed}").choice
     seats = pick((8, 12, 20))
     multiple = pick((8, 16))
+    unified = settings.get("batching", "unified") == "unified"
     states = StateConfig(
         settings["states"].chunks,
         seats + pick((1, 2, 8)),
@@ -59,6 +60,7 @@ def drafting(seed):
         "max_num_seqs": seats,
         "max_num_batched_tokens": seats + pick((8, 24, 60)),
         "states": states,
+        "target_ms_per_token": pick((None, 4.5, 8.0)) if unified else None,
     }
     return settings
 
@@ -130,6 +132,16 @@ def test_the_second_computation_of_accepted_tokens_counts():
     assert not drafting._pays(rates, 0.99 * just, drafts, 1)
     assert not drafting._pays(rates, 1.01 * just, drafts, 1, lag=1)
     assert drafting._pays(rates, 1.01 * just + rates.draft / rates.token, drafts, 1, lag=1)
+
+
+def test_a_check_whose_result_is_awaited_counts_as_if_all_came_true():
+    """Else two groups of rows that check one after the other would overfill the step that computes
+    both again."""
+    drafting, _ = waiting_to_draft(StateConfig(2, 65, spacing=64))
+    row = drafting._queues.rows[0]
+    row.position = len(row.tokens)  # its check is launched
+    row.drafts.checking = 4
+    assert drafting._lag(row) == 4
 
 
 # -- mutants: each error is found

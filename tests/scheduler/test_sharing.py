@@ -131,7 +131,7 @@ def test_a_request_waits_longer_for_an_answer_that_may_spare_more():
 def test_what_is_read_is_swapped_in_while_the_rest_is_read():
     harness = written()
     sharing = harness.scheduler._sharing
-    sharing._most_swap_ins = 2
+    sharing._least_swap_ins = 2
     ended = []
     harness.ended_moves = lambda: [(slot, True) for slot in ended if slot in harness.device.moves]
     request = harness.submit(PROMPT, 1)

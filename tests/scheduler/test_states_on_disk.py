@@ -22,6 +22,7 @@ from pensieve.scheduler.kv.piece_keys import (
 from pensieve.scheduler.kv.states import KeptStates
 from pensieve.scheduler.planning.eviction import Evictor
 from pensieve.scheduler.planning.plan_copies import StepCopies
+from pensieve.scheduler.planning.promotions import promote
 from pensieve.scheduler.planning.spills import spill, spill_ahead
 from pensieve.scheduler.planning.state_lookup import (
     _Amounts,
@@ -486,7 +487,7 @@ def test_a_piece_that_goes_with_its_sibling_is_not_read():
         if chunk not in (read, copied) and not chunk.users and chunk.slots[HOST] != NO_SLOT:
             store.release_host(chunk)
             store.host.take()
-    assert evictor.promote(read, drops=True) is False
+    assert promote(evictor, read, drops=True) is False
     assert not read.resident and not copied.resident
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pensieve.scheduler.kv.chunk import NO_SLOT
+from pensieve.scheduler.planning.promotions import promote
 from pensieve.scheduler.planning.spills import spill, spill_ahead
 from pensieve.scheduler.types import GPU, HOST, InvariantError, Tier
 
@@ -294,7 +295,25 @@ def test_an_urgent_read_takes_the_copies_of_chunks_that_stay_longest_on_the_gpu(
     store.release_host(wanted)
     old, young = idle(store, now=1.0, copied=True), idle(store, now=2.0, copied=True)
     _, evictor = an_evictor(store, now=10.0)
-    assert evictor.promote(wanted, drops) is drops
+    assert promote(evictor, wanted, drops) is drops
     assert (young.slots[HOST] == NO_SLOT) is drops
     assert old.slots[HOST] != NO_SLOT and {NO_SLOT} != {old.slots[GPU], young.slots[GPU]}
+    check(store)
+
+
+def test_an_urgent_read_looks_past_chunks_that_cannot_give_up_a_copy():
+    """The most valuable idle chunk has no copy on HOST, the next one's is being written below."""
+    store = a_store(gpu=4, host=2, disk=3)
+    wanted = idle(store, now=9.0, on_gpu=False)
+    record(store, wanted)
+    store.release_host(wanted)
+    usable = idle(store, now=1.0, copied=True)
+    written = idle(store, now=2.0, copied=True)
+    store.spill(written, store.lower[0])
+    refused = idle(store, now=3.0)
+    refused.refused_by_host = True
+    store.update_victim_set(refused)
+    _, evictor = an_evictor(store, now=10.0)
+    assert promote(evictor, wanted, drops=True)
+    assert usable.slots[HOST] == NO_SLOT and written.slots[HOST] != NO_SLOT
     check(store)
