@@ -24,8 +24,8 @@ def limit_prompts(builder: PlanBuilder, cost: CostProfile, seconds: float, least
     again = builder.tokens - len(builder.samples)  # of drafts that came true, with states
 
     def step(tokens: int) -> float:
-        known = again + tokens
-        return cost.step(known, context * again // max(1, known), rows, context)
+        computed = again + tokens
+        return cost.step(computed, context * again // max(1, computed), rows, context)
 
     fit = most_tokens(step, seconds, builder.budget)
     builder.least = least + len(builder.token_ids)

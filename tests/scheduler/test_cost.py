@@ -160,8 +160,8 @@ def test_the_tokens_that_fit_are_as_many_as_one_after_the_other_finds(rows, meas
     profile = a_profile(**MEASURED) if measured else a_profile()
     for tenths in range(1600):
         fitting = [n for n in range(100) if profile.step(n, 0, rows, 96) <= tenths / 10]
-        found = most_tokens(lambda n: profile.step(n, 0, rows, 96), tenths / 10, 99)
-        assert found == len(fitting) - 1
+        most = most_tokens(lambda n: profile.step(n, 0, rows, 96), tenths / 10, 99)
+        assert most == len(fitting) - 1
 
 
 def test_unmeasured_rows_cost_their_share_of_a_chunk():
