@@ -12,7 +12,8 @@ import pytest
 from pensieve.scheduler.kv.chunk import NO_SLOT
 from pensieve.scheduler.kv.shared_tier import SharedTier
 from pensieve.scheduler.kv.states import KeptStates
-from pensieve.scheduler.planning.eviction import Evictor
+from pensieve.scheduler.planning import admission
+from pensieve.scheduler.planning.promotions import promote
 from pensieve.scheduler.planning.state_lookup import StateLookup
 from pensieve.scheduler.types import HOST, Erasure, InvariantError
 
@@ -151,16 +152,20 @@ def test_a_request_that_leaves_leaves_no_state_behind():
     served.drain()
 
 
+def refuse_last_pieces(monkeypatch):
+    """HOST has no room for them."""
+
+    def refuses(evictor, chunk, drops):
+        last = chunk.state is not None and chunk is chunk.state.pieces[-1]
+        return False if last else promote(evictor, chunk, drops)
+
+    monkeypatch.setattr(admission, "promote", refuses)
+
+
 def test_a_read_that_host_has_no_room_for_is_given_up(monkeypatch):
     """All but one of the state's pieces have begun."""
     served = written()
-    promote = Evictor.promote
-
-    def refuses(self, chunk, drops):
-        last = chunk.state is not None and chunk is chunk.state.pieces[-1]
-        return False if last else promote(self, chunk, drops)
-
-    monkeypatch.setattr(Evictor, "promote", refuses)
+    refuse_last_pieces(monkeypatch)
     assert served.spans(PROMPT) == [(0, 30)]
     served.settle()
     store = served.scheduler._store
@@ -236,13 +241,7 @@ def one_piece_missing(monkeypatch):
         gather(self)
 
     monkeypatch.setattr(SharedTier, "_gather", all_at_once)
-    promote = Evictor.promote
-
-    def refuses(self, chunk, drops):
-        last = chunk.state is not None and chunk is chunk.state.pieces[-1]
-        return False if last else promote(self, chunk, drops)
-
-    monkeypatch.setattr(Evictor, "promote", refuses)
+    refuse_last_pieces(monkeypatch)
 
 
 def pieces_of_another_state(monkeypatch):
