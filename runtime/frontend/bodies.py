@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator, mo
 
 from ...scheduler.types import ErrorKind, RequestError, check_logprobs
 from ..text.tokenizer import Tokenizer
-from .body_base import Affinity, Body, ConversationId, NonEmpty
+from .body_base import Affinity, Body, ConversationId, NonEmpty, with_whole_pairs
 from .chat_messages import (
     MOST_MESSAGES,
     Message,
@@ -556,10 +556,21 @@ def dialogue(
 
 
 Kind = TypeVar("Kind", bound=Body)
+NAMES = (
+    "cache_salt",
+    "conversation",
+    "conversation_params",
+    "id",
+    "prompt_cache_key",
+    "session_id",
+)
+"""Fields that tell conversations, or the KV of requests, apart."""
 
 
 def parse(kind: type[Kind], body: bytes, ignored: list[str] | None = None) -> Kind:
     """Returns the body as this kind of request. Raises RequestError (INVALID) that names the field.
+    Texts get U+FFFD in the place of each half of a surrogate pair. Names with a half are refused,
+    because two of them would become one.
 
     `ignored` gets the names of unknown fields; None: they are refused. A body of the largest
     allowed size takes seconds, so do not call this in the thread of an event loop.
@@ -567,7 +578,16 @@ def parse(kind: type[Kind], body: bytes, ignored: list[str] | None = None) -> Ki
     try:
         return kind.model_validate_json(body, context=ignored)
     except ValidationError as error:
-        raise _request_error(error) from error
+        is_json = error.errors(include_url=False, include_input=False)[0]["type"] != "json_invalid"
+        if is_json or (whole := with_whole_pairs(body)) == body:
+            raise _request_error(error) from error
+    parsed = parse(kind, whole, ignored)
+    for name in NAMES:
+        if "\ufffd" in str(getattr(parsed, name, "")):
+            raise RequestError(
+                ErrorKind.INVALID, f"{name} has half of a surrogate pair, not a character", name
+            )
+    return parsed
 
 
 def _request_error(error: ValidationError) -> RequestError:

@@ -103,6 +103,19 @@ def leave_out(name: str, ignored: list[str] | None) -> None:
         ignored.append(plain)
 
 
+_ESCAPE = re.compile(
+    r"""\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}  # a surrogate pair
+    |(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)""".encode(),
+    re.DOTALL | re.VERBOSE,
+)
+
+
+def with_whole_pairs(text: bytes) -> bytes:
+    """Returns the JSON text with U+FFFD in the place of each half of a surrogate pair. JavaScript
+    sends halves of a character that it has cut; UTF-8 cannot encode them."""
+    return _ESCAPE.sub(lambda escape: rb"\ufffd" if escape["half"] else escape[0], text)
+
+
 def header_name(name: str) -> str:
     """The name in letters that a header may contain, shortened; "_" for an empty name."""
     return re.sub(r"[^\w.-]", "_", name[:LONGEST_NAME], flags=re.ASCII) or "_"

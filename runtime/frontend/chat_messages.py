@@ -19,7 +19,7 @@ from pydantic import (
 
 from ...scheduler.types import ErrorKind, RequestError
 from ..text.template_form import THOUGHTS
-from .body_base import Body, NonEmpty, leave_out
+from .body_base import Body, NonEmpty, leave_out, with_whole_pairs
 
 DEEPEST = 200  # levels of a tool call's arguments; bodies have as many at most
 MOST_MESSAGES = 16384  # of one dialogue: other requests wait while each is checked
@@ -122,9 +122,8 @@ class MessageFunctionCall(Body):
     @classmethod
     def _an_object(cls, arguments: str) -> str:
         try:
+            arguments = with_whole_pairs(arguments.encode()).decode()
             parsed = json.loads(arguments or "{}")
-            # raises for half a surrogate pair, which cannot be tokenized
-            json.dumps(parsed, ensure_ascii=False).encode()
             if _is_deep(parsed):
                 parsed = None
         except (ValueError, RecursionError):

@@ -466,7 +466,7 @@ def test_many_tools_whose_schemas_cannot_be_followed_are_named_in_part(ask: Ask)
     assert len(response.headers["x-pensieve-ignored-fields"].split(", ")) == 16
 
 
-@pytest.mark.parametrize("value", ['"\\ud800"', "NaN", "-Infinity"])
+@pytest.mark.parametrize("value", ["NaN", "-Infinity"])
 def test_a_schema_that_is_not_json_is_refused(ask: Ask, value: str) -> None:
     error = ask(chat("x", guided_json=f'{{"const": {value}}}')).json()["error"]
     assert error["param"] == "guided_json" and "not JSON" in error["message"]
@@ -569,10 +569,6 @@ def test_a_reply_is_remembered_as_its_client_will_send_it_back(tokenizer_directo
         {
             "role": "assistant",
             "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "[1]"}}],
-        },
-        {
-            "role": "assistant",
-            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"a": "\\ud83d"}'}}],
         },
         {
             "role": "assistant",

@@ -452,7 +452,7 @@ def test_what_is_written_to_the_logits_at_every_step_is_limited(
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[1]", b"null", b'{"prompt": "\\ud800"}', b"\xff", b'{"seed": ' + b"9" * 9999],
+    [b"", b"{", b"[1]", b"null", b"\xff", b'{"seed": ' + b"9" * 9999],
 )
 def test_malformed_json(ask: Callable[..., Any], body: bytes) -> None:
     response = ask(lambda http: http.post("/v1/completions", content=body))
