@@ -104,8 +104,8 @@ def leave_out(name: str, ignored: list[str] | None) -> None:
 
 
 _ESCAPE = re.compile(
-    r"""\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}  # a surrogate pair
-    |(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)""".encode(),
+    rb"""\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}  # a surrogate pair
+    |(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)""",
     re.DOTALL | re.VERBOSE,
 )
 

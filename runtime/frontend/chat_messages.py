@@ -19,7 +19,8 @@ from pydantic import (
 
 from ...scheduler.types import ErrorKind, RequestError
 from ..text.template_form import THOUGHTS
-from .body_base import Body, NonEmpty, leave_out, with_whole_pairs
+from .body_base import Body, NonEmpty, with_whole_pairs
+from .other_providers import result_texts, told
 
 DEEPEST = 200  # levels of a tool call's arguments; bodies have as many at most
 MOST_MESSAGES = 16384  # of one dialogue: other requests wait while each is checked
@@ -59,37 +60,6 @@ def text_only(content: Any, *kinds: str) -> Any:
                 f"this server reads text only; it has no use for a part of type {kind[:64]!r}",
             )
     return content
-
-
-MEDIA = {
-    "document": "document",
-    "file": "file",
-    "image": "image",
-    "image_url": "image",
-    "input_audio": "audio",
-    "input_file": "file",
-    "input_image": "image",
-}
-"""Parts of messages that are no text, by their types in the three APIs, and their names for the
-model."""
-
-
-def result_texts(content: Any, text: str, where: str, ignored: list[str] | None) -> Any:
-    """Returns the content of a tool's result, with a part of type `text` in the place of each image
-    and file, which says so to the model. An agent sends what its tools return in each later turn
-    too: a refusal would end its session.
-
-    `where`, `ignored`: as `leave_out` names and records the part."""
-    if not isinstance(content, list):
-        return content
-    parts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind in MEDIA:
-            leave_out(f"{where}.{kind}", ignored)
-            part = {"type": text, "text": f"[{MEDIA[kind]} left out: this model reads text only]"}
-        parts.append(part)
-    return parts
 
 
 class Thinking(Body):
@@ -251,6 +221,32 @@ class Message(Body):
     name: str | None = None
     tool_calls: list[MessageToolCall] = Field(default_factory=list)
     tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parts_of_replies(cls, message: Any, info: ValidationInfo) -> Any:
+        """Other servers' replies have thoughts among their parts, and a refusal there or beside
+        them."""
+        if not isinstance(message, dict) or message.get("role") != "assistant":
+            return message
+        content = message.get("content")
+        if not content and message.get("refusal") is not None:
+            return {**message, "content": message["refusal"], "refusal": None}
+        if not isinstance(content, list):
+            return message
+        thoughts, parts = [], []
+        for part in content:
+            match part.get("type") if isinstance(part, dict) else None:
+                case "thinking":
+                    thoughts.append(told(part.get("thinking") or "", "content", info.context))
+                case "refusal":
+                    parts.append({"type": "text", "text": part.get("refusal")})
+                case "redacted_thinking":
+                    pass
+                case _:
+                    parts.append(part)
+        given = {"reasoning_content": "".join(thoughts)} if thoughts else {}
+        return given | message | {"content": parts or ""}
 
     @field_validator("content", mode="before")
     @classmethod

@@ -152,7 +152,9 @@ WITH_HALVES: tuple[tuple[str, dict[str, Any]], ...] = (
             "messages": [
                 {
                     "role": "assistant",
-                    "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"a": "\ud83d"}}],
+                    "content": [
+                        {"type": "tool_use", "id": "1", "name": "f", "input": {"a": "\ud83d"}}
+                    ],
                 },
                 {
                     "role": "user",
