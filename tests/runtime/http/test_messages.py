@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import anthropic
 import httpx
 import pytest
 
@@ -523,6 +524,24 @@ def test_a_key_may_come_as_x_api_key(serve: Any) -> None:
             await server.post("/v1/chat/completions", 200, "one", messages=body("x")["messages"])
             first, second = server.requests
             assert first.owner == second.owner and first.salt == second.salt
+
+    run(work())
+
+
+def test_models_have_anthropics_form_for_its_clients(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            headers = {"anthropic-version": "2023-06-01"}
+            page = (await server.http.get("/v1/models", headers=headers)).json()
+            (model,) = page.pop("data")
+            assert page == {"first_id": "fake", "last_id": "fake", "has_more": False}
+            assert (model["type"], model["id"], model["display_name"]) == ("model", "fake", "fake")
+            assert anthropic.types.ModelInfo.model_validate(model).created_at.tzinfo is not None
+            one = await server.http.get("/v1/models/fake", headers=headers)
+            assert one.json() == model
+            plain = await server.ask("GET", "/v1/models")
+            assert plain.keys() == {"object", "data"}
+            assert plain["data"][0]["object"] == "model"
 
     run(work())
 
