@@ -35,6 +35,8 @@ class Body(BaseModel):
     """Accepted with any value, without effect."""
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Not supported; accepted with these values, which have no effect."""
+    INSTEAD: ClassVar[dict[str, str]] = {}
+    """What to do instead, for some of these."""
     KEEPS_NULL: ClassVar[bool] = False
     """True if null differs from an absent field."""
 
@@ -50,9 +52,10 @@ class Body(BaseModel):
                 continue
             if name in cls.NEUTRAL:
                 if value not in cls.NEUTRAL[name]:
-                    raise RequestError(
-                        ErrorKind.INVALID, f"{name} is not supported by this endpoint", name
-                    )
+                    reason = f"{name} is not supported by this endpoint"
+                    if name in cls.INSTEAD:
+                        reason = f"{reason}: {cls.INSTEAD[name]}"
+                    raise RequestError(ErrorKind.INVALID, reason, name)
                 continue
             if name not in field_names:
                 if (
