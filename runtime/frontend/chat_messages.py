@@ -206,6 +206,20 @@ class NamedTool(Body):
     function: FunctionName
 
 
+class AllowedFunctions(Body):
+    """`tools`: the tools that a reply may call, of those of the request."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedFunctionsChoice(Body):
+    """A choice that leaves the prompt, and so its KV, as it is."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
 class Message(Body):
     """One message of a dialogue. Its other fields are those of a reply that is sent back
     unchanged."""
