@@ -106,17 +106,20 @@ def leave_out(name: str, ignored: list[str] | None) -> None:
         ignored.append(plain)
 
 
-_ESCAPE = re.compile(
-    rb"""\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}  # a surrogate pair
-    |(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)""",
-    re.DOTALL | re.VERBOSE,
+_SURROGATE = re.compile(
+    rb"""(?<!\\)((?:\\\\)*+)  # escaped backslashes
+    \\(?:(?P<pair>u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})
+    |u[dD][89a-fA-F][0-9a-fA-F]{2})""",
+    re.VERBOSE,
 )
 
 
 def with_whole_pairs(text: bytes) -> bytes:
     """Returns the JSON text with U+FFFD in the place of each half of a surrogate pair. JavaScript
     sends halves of a character that it has cut; UTF-8 cannot encode them."""
-    return _ESCAPE.sub(lambda escape: rb"\ufffd" if escape["half"] else escape[0], text)
+    if b"\\ud" not in text and b"\\uD" not in text:
+        return text
+    return _SURROGATE.sub(lambda match: match[0] if match["pair"] else match[1] + rb"\ufffd", text)
 
 
 def header_name(name: str) -> str:
