@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-from queue import Empty, SimpleQueue
-from typing import TypeVar
+import threading
+import time
+from collections import deque
+from queue import Empty
+from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
 
-class Inbox(SimpleQueue[Item]):
-    """A `SimpleQueue` for one reader, whose waits end in time. Signal handlers may `put`."""
+class Inbox(Generic[Item]):
+    """For one reader. Any thread may `put`, and so may signal handlers, also the reader's own.
 
-    def get(self, block: bool = True, timeout: float | None = None) -> Item:
+    `queue.SimpleQueue` does not do: before Python 3.13 its wait lasts for ever if its time is over
+    when it looks at the clock, as after a signal.
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[Item] = deque()
+        self._nothing_new = threading.Lock()  # held until an item comes
+        self._nothing_new.acquire()
+
+    def empty(self) -> bool:
+        return not self._items
+
+    def put(self, item: Item) -> None:
+        self._items.append(item)
+        with contextlib.suppress(RuntimeError):  # it is free: the reader will look anyway
+            self._nothing_new.release()
+
+    def get(self, timeout: float | None = None) -> Item:
         """Returns the next item. Raises Empty if none comes within `timeout` seconds."""
-        # Before Python 3.13, a wait that finds the queue's lock free takes it, and then waits for
-        # ever if its time is over by then. A look without waiting takes the lock before.
-        with contextlib.suppress(Empty):
-            return super().get(block=False)
-        return super().get(block, timeout)
+        until = None if timeout is None else time.monotonic() + timeout
+        while not self._items:
+            left = -1 if until is None else max(0.0, until - time.monotonic())
+            if not self._nothing_new.acquire(timeout=left) and not self._items:
+                raise Empty
+        return self._items.popleft()

@@ -321,7 +321,7 @@ class Service:
         self._outbox.put(StepMessage(applied, stats, copied, disk, shared, loop, kv_events))
 
 
-def _read(connection: Connection, inbox: SimpleQueue[FromHTTP]) -> None:
+def _read(connection: Connection, inbox: Inbox[FromHTTP | GrammarCompiled]) -> None:
     """Thread: passes on the HTTP process's messages. If that process ends, no client is left, and
     the loop drains."""
     try:
