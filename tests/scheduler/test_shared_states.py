@@ -124,6 +124,21 @@ def test_a_slow_store_is_not_read():
     served.drain()
 
 
+def test_a_computed_state_is_kept_while_a_request_awaits_the_stores_copy():
+    served = written(max_num_seqs=1)
+    served.read_s = 1e3
+    busy = served.submit(OTHER, 30)
+    served.launch()
+    first = served.submit([*PROMPT, 1], 2, marks=(30,))
+    served.run_until(lambda: 24 in served.here)
+    second, third = (served.submit([*PROMPT, last], 2, marks=(30,)) for last in (2, 3))
+    served.run(busy)
+    served.computed = []
+    served.run(first, second, third)
+    assert served.joined() == [(0, 31), (24, 31), (24, 31)]
+    served.drain()
+
+
 def test_a_late_read_is_computed_and_keeps_its_slots():
     served = written()
     served.ends = False
