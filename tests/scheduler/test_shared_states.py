@@ -3,6 +3,7 @@ every piece that is read."""
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from dataclasses import replace
 from math import inf
@@ -103,6 +104,37 @@ def test_the_state_before_one_that_is_gone_is_read():
     assert served.spans(PROMPT) == [(16, 30)]
     served.settle()
     assert len(served.states) == 2, "the other one is written again"
+    served.drain()
+
+
+def kv_keys(served):
+    """Keys of the prompt's chunks, which the store has."""
+    keys = []
+    served.scheduler._chunk_keys.extend(keys, 0, b"", array("i", PROMPT), 28)
+    return keys
+
+
+@pytest.mark.parametrize(
+    "gone, spans",
+    [
+        (slice(4, 5), [(16, 20), (24, 30)]),
+        (slice(5, 6), [(16, 30)]),
+        (slice(4, None), [(16, 30)]),
+    ],
+)
+def test_an_earlier_state_is_read_for_a_hole_of_kv(gone, spans):
+    served = written()
+    for key in kv_keys(served)[gone]:
+        del served.device.shared[key]
+    assert served.spans(PROMPT) == spans
+    served.drain()
+
+
+def test_a_hole_of_kv_at_the_start_needs_no_earlier_state():
+    served = written()
+    del served.device.shared[kv_keys(served)[0]]
+    assert served.spans(PROMPT) == [(0, 4), (24, 30)]
+    assert served.counts["states promoted"] == 1
     served.drain()
 
 
