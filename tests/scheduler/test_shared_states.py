@@ -156,6 +156,15 @@ def test_a_slow_store_is_not_read():
     served.drain()
 
 
+def test_a_fetch_that_is_not_made_drops_nothing():
+    served = written()
+    served.read_s = 1e3
+    dropped = served.scheduler._store.dropped
+    assert served.spans(PROMPT) == [(0, 30)]
+    assert served.scheduler._store.dropped == dropped
+    served.drain()
+
+
 def test_a_computed_state_is_kept_while_a_request_awaits_the_stores_copy():
     served = written(max_num_seqs=1)
     served.read_s = 1e3
