@@ -159,22 +159,40 @@ class Sharing(TierWriter):
 
     # -- reading
 
-    def look_for(self, turn: Turn, missing: Sequence[tuple[ChunkKey, int]]) -> None:
-        """The turn joins the queue. `missing`: keys and ends of its chunks in no tier here."""
-        if len(missing) * self._size >= self._least:
-            states = self._possible_states(turn, missing)
+    def look_for(
+        self, turn: Turn, missing: Sequence[tuple[ChunkKey, int]], last_state: int
+    ) -> None:
+        """The turn joins the queue. `missing`: keys and ends of its chunks in no tier here.
+        `last_state`: where the last state here ends from which the turn could begin."""
+        states = self._possible_states(turn, missing, last_state)
+        computed = len(missing) * self._size
+        if self._kept is not None:
+            computed = max(computed, len(states) * self._kept.config.multiple)
+        if computed >= max(1, self._least):
             keys = (key for key, _ in missing)
             number = self._tier.find([*keys, *(state_key(key) for key, _ in states)])
             self._to_read[number] = (turn, list(missing), states)
             self._waiting[turn] = inf
 
-    def _possible_states(self, turn: Turn, missing: Sequence[tuple[ChunkKey, int]]) -> _KeysAndEnds:
-        """Where a state may be among the missing chunks from which the turn could begin."""
+    def _possible_states(
+        self, turn: Turn, missing: Sequence[tuple[ChunkKey, int]], last_state: int
+    ) -> _KeysAndEnds:
+        """Where a state may be that the turn could use: among the missing chunks, and behind the
+        last state here, where even tokens whose KV is here are computed."""
         if self._kept is None or turn.context_start:
             return []
         multiple = self._kept.config.multiple
-        count = len(turn.tokens)
-        return [(key, end) for key, end in missing if end % multiple == 0 and end < count]
+        every = multiple // self._size
+        ends = {end for _, end in missing}
+        pending = self._store.pending
+        places = zip(
+            turn.keys[every - 1 :: every], range(multiple, len(turn.tokens), multiple), strict=False
+        )
+        return [
+            (key, end)
+            for key, end in places
+            if end in ends or (end > last_state and key not in pending)
+        ]
 
     def awaits(self, turn: Turn, now: float) -> bool:
         """True if the turn, which could join, waits for the answer to its find."""

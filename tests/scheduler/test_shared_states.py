@@ -156,6 +156,31 @@ def test_a_slow_store_is_not_read():
     served.drain()
 
 
+def test_a_state_that_is_gone_is_read_though_its_kv_is_here():
+    served = SharedStates()
+    served.turn(PROMPT, 4)
+    served.settle()
+    served.lose_states(24)
+    assert served.here == [16]
+    served.now += 5.0
+    assert served.spans(PROMPT) == [(24, 30)]
+    served.lose(lambda idle: [chunk for chunk in idle if chunk.state is not None])
+    assert served.spans(PROMPT) == [(24, 30)]
+    assert served.counts["shared promoted"] == 4, "no KV is read"
+    served.drain()
+
+
+def test_the_store_is_not_asked_for_a_state_that_is_here():
+    served = SharedStates()
+    served.turn(PROMPT, 4, "a")
+    served.settle()
+    served.answers = False
+    assert served.spans([*served.logs["a"], 1], 4, "a") == [(33, 35)]
+    assert not served.device.questions
+    served.answers = True
+    served.drain()
+
+
 def test_a_fetch_that_is_not_made_drops_nothing():
     served = written()
     served.read_s = 1e3
@@ -309,11 +334,11 @@ def pieces_of_another_state(monkeypatch):
     )
     states = StateLookup._states
 
-    def moved(self, *args, **kwargs):
-        right = states(self, *args, **kwargs)
+    def moved(self, *args):
+        right = states(self, *args)
         every = self._config.multiple
         moved = {one.end: one for one in self._kept.by_key.values() if one.end % every == 0}
-        usable = self._kept.can_read if kwargs.get("below") else self._kept.can_swap_in
+        usable = args[-1]
         return right | {end: one for end, one in moved.items() if usable(one)}
 
     monkeypatch.setattr(StateLookup, "_states", moved)
