@@ -150,10 +150,11 @@ class StateLookup:
             if way.seconds > computed.seconds:
                 continue
             outside = _outside(ends, way.runs, self._size)
-            reads = [chunk for first, end in outside for chunk in chunks[first:end]]
             pieces = [piece for state in way.states for piece in state.pieces]
             missing_pieces = [piece for piece in pieces if piece.slots[HOST] == NO_SLOT]
-            reads += [piece for piece in missing_pieces if piece.moving is None]
+            # the pieces first: if HOST has no room for them, no KV is read in vain
+            reads = [piece for piece in missing_pieces if piece.moving is None]
+            reads += [chunk for first, end in outside for chunk in chunks[first:end]]
             if reads:
                 return NeedsReads(reads, [*hits, *pieces])
             return missing_pieces[-1].key if missing_pieces else None

@@ -11,9 +11,11 @@ from math import inf
 import pytest
 
 from pensieve.scheduler.kv.chunk import NO_SLOT
-from pensieve.scheduler.kv.shared_tier import SharedTier
+from pensieve.scheduler.kv.shared_tier import GATHERING_PLANS, SharedTier
 from pensieve.scheduler.kv.states import KeptStates
+from pensieve.scheduler.planning import admission
 from pensieve.scheduler.planning.eviction import Evictor
+from pensieve.scheduler.planning.promotions import promote
 from pensieve.scheduler.planning.state_lookup import StateLookup
 from pensieve.scheduler.types import HOST, Erasure, InvariantError
 
@@ -178,6 +180,28 @@ def test_the_store_is_not_asked_for_a_state_that_is_here():
     assert served.spans([*served.logs["a"], 1], 4, "a") == [(33, 35)]
     assert not served.device.questions
     served.answers = True
+    served.drain()
+
+
+def test_nothing_is_read_or_awaited_if_host_has_no_room_for_the_state(monkeypatch):
+    served = written()
+
+    def refuses(evictor, chunk, drops):
+        last = chunk.state is not None and chunk is chunk.state.pieces[-1]
+        return False if last else promote(evictor, chunk, drops)
+
+    monkeypatch.setattr(admission, "promote", refuses)
+    before = served.device.step
+    served.computed = []
+    request = served.submit(PROMPT, 4)
+    served.run_until(lambda: served.computed)
+    assert served.device.step - before < GATHERING_PLANS
+    served.run(request)
+    assert served.joined() == [(0, 30)]
+    served.settle()
+    store = served.scheduler._store
+    assert served.counts["shared promoted"] == 0
+    assert not store.shared._moves and not store.shared._gathering
     served.drain()
 
 
