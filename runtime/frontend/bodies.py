@@ -16,9 +16,10 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator, mo
 
 from ...scheduler.types import ErrorKind, RequestError, check_logprobs
 from ..text.tokenizer import Tokenizer
-from .body_base import Affinity, Body, ConversationId, NonEmpty
+from .body_base import Affinity, Body, ConversationId, NonEmpty, with_whole_pairs
 from .chat_messages import (
     MOST_MESSAGES,
+    AllowedFunctionsChoice,
     Message,
     NamedTool,
     TemplateVariables,
@@ -413,7 +414,7 @@ class ChatBody(ChoicesBody):
     logprobs: bool = False
     top_logprobs: int | None = None
     tools: list[Tool] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedFunctionsChoice = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     reasoning_effort: NonEmpty | None = None
@@ -438,15 +439,29 @@ class ChatBody(ChoicesBody):
                 f"tools must be at most {MOST_TOOLS}, each with a name of its own",
                 "tools",
             )
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise RequestError(
-                ErrorKind.INVALID,
-                f"tool_choice names {self.tool_choice.function.name!r}, no tool",
-                "tool_choice",
-            )
-        if self.tool_choice == "required" and not names:
+        given = self.tool_choice
+        chosen = [given] if isinstance(given, NamedTool) else []
+        if isinstance(given, AllowedFunctionsChoice):
+            chosen = given.allowed_tools.tools
+        for tool in chosen:
+            if tool.function.name not in names:
+                raise RequestError(
+                    ErrorKind.INVALID,
+                    f"tool_choice names {tool.function.name!r}, no tool",
+                    "tool_choice",
+                )
+        callable_tools, choice = self._chosen()
+        if choice == "required" and not callable_tools:
             raise RequestError(ErrorKind.INVALID, "tool_choice requires tools", "tool_choice")
         return self
+
+    def _chosen(self) -> tuple[list[Tool], str | NamedTool]:
+        """The tools that a reply may call, and the choice among them."""
+        if not isinstance(self.tool_choice, AllowedFunctionsChoice):
+            return self.tools, self.tool_choice
+        allowed = self.tool_choice.allowed_tools
+        names = {tool.function.name for tool in allowed.tools}
+        return [tool for tool in self.tools if tool.function.name in names], allowed.mode
 
     @property
     def reply_logprobs(self) -> int | None:
@@ -469,13 +484,17 @@ class ChatBody(ChoicesBody):
     def generate(self) -> Generate:
         """See `GenerationBody`."""
         wishes = super().generate()
+        callable_tools, choice = self._chosen()
+        if len(callable_tools) < len(self.tools):
+            names = frozenset(tool.function.name for tool in callable_tools)
+            wishes = replace(wishes, callable_names=names)
         if self.max_completion_tokens is not None:
             wishes = replace(
                 wishes, limit=self.max_completion_tokens, limit_field="max_completion_tokens"
             )
         return replace(
             wishes,
-            **dialogue(self.messages, self.tools, self.tool_choice, self.parallel_tool_calls),
+            **dialogue(self.messages, self.tools, choice, self.parallel_tool_calls),
             template_variables=with_thinking(
                 self.chat_template_kwargs, self.thinks, self.reasoning_effort
             ),
@@ -489,8 +508,8 @@ class ChatBody(ChoicesBody):
             form=reply_form(
                 self.response_format,
                 self.constraints(),
-                self.tools,
-                self.tool_choice,
+                callable_tools,
+                choice,
                 self.parallel_tool_calls,
             ),
         )
@@ -556,10 +575,21 @@ def dialogue(
 
 
 Kind = TypeVar("Kind", bound=Body)
+NAMES = (
+    "cache_salt",
+    "conversation",
+    "conversation_params",
+    "id",
+    "prompt_cache_key",
+    "session_id",
+)
+"""Fields that tell conversations, or the KV of requests, apart."""
 
 
 def parse(kind: type[Kind], body: bytes, ignored: list[str] | None = None) -> Kind:
     """Returns the body as this kind of request. Raises RequestError (INVALID) that names the field.
+    Texts get U+FFFD in the place of each half of a surrogate pair. Names with a half are refused,
+    because two of them would become one.
 
     `ignored` gets the names of unknown fields; None: they are refused. A body of the largest
     allowed size takes seconds, so do not call this in the thread of an event loop.
@@ -567,7 +597,16 @@ def parse(kind: type[Kind], body: bytes, ignored: list[str] | None = None) -> Ki
     try:
         return kind.model_validate_json(body, context=ignored)
     except ValidationError as error:
-        raise _request_error(error) from error
+        is_json = error.errors(include_url=False, include_input=False)[0]["type"] != "json_invalid"
+        if is_json or (whole := with_whole_pairs(body)) == body:
+            raise _request_error(error) from error
+    parsed = parse(kind, whole, ignored)
+    for name in NAMES:
+        if "\ufffd" in str(getattr(parsed, name, "")):
+            raise RequestError(
+                ErrorKind.INVALID, f"{name} has half of a surrogate pair, not a character", name
+            )
+    return parsed
 
 
 def _request_error(error: ValidationError) -> RequestError:

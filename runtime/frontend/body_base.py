@@ -35,6 +35,8 @@ class Body(BaseModel):
     """Accepted with any value, without effect."""
     NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """Not supported; accepted with these values, which have no effect."""
+    INSTEAD: ClassVar[dict[str, str]] = {}
+    """What to do instead, for some of these."""
     KEEPS_NULL: ClassVar[bool] = False
     """True if null differs from an absent field."""
 
@@ -50,9 +52,10 @@ class Body(BaseModel):
                 continue
             if name in cls.NEUTRAL:
                 if value not in cls.NEUTRAL[name]:
-                    raise RequestError(
-                        ErrorKind.INVALID, f"{name} is not supported by this endpoint", name
-                    )
+                    reason = f"{name} is not supported by this endpoint"
+                    if name in cls.INSTEAD:
+                        reason = f"{reason}: {cls.INSTEAD[name]}"
+                    raise RequestError(ErrorKind.INVALID, reason, name)
                 continue
             if name not in field_names:
                 if (
@@ -101,6 +104,22 @@ def leave_out(name: str, ignored: list[str] | None) -> None:
     plain = header_name(name)
     if plain not in ignored and len(ignored) < MOST_NAMED:
         ignored.append(plain)
+
+
+_SURROGATE = re.compile(
+    rb"""(?<!\\)((?:\\\\)*+)  # escaped backslashes
+    \\(?:(?P<pair>u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})
+    |u[dD][89a-fA-F][0-9a-fA-F]{2})""",
+    re.VERBOSE,
+)
+
+
+def with_whole_pairs(text: bytes) -> bytes:
+    """Returns the JSON text with U+FFFD in the place of each half of a surrogate pair. JavaScript
+    sends halves of a character that it has cut; UTF-8 cannot encode them."""
+    if b"\\ud" not in text and b"\\uD" not in text:
+        return text
+    return _SURROGATE.sub(lambda match: match[0] if match["pair"] else match[1] + rb"\ufffd", text)
 
 
 def header_name(name: str) -> str:

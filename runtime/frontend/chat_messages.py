@@ -19,7 +19,8 @@ from pydantic import (
 
 from ...scheduler.types import ErrorKind, RequestError
 from ..text.template_form import THOUGHTS
-from .body_base import Body, NonEmpty, leave_out
+from .body_base import Body, NonEmpty, with_whole_pairs
+from .other_providers import result_texts, told
 
 DEEPEST = 200  # levels of a tool call's arguments; bodies have as many at most
 MOST_MESSAGES = 16384  # of one dialogue: other requests wait while each is checked
@@ -61,37 +62,6 @@ def text_only(content: Any, *kinds: str) -> Any:
     return content
 
 
-MEDIA = {
-    "document": "document",
-    "file": "file",
-    "image": "image",
-    "image_url": "image",
-    "input_audio": "audio",
-    "input_file": "file",
-    "input_image": "image",
-}
-"""Parts of messages that are no text, by their types in the three APIs, and their names for the
-model."""
-
-
-def result_texts(content: Any, text: str, where: str, ignored: list[str] | None) -> Any:
-    """Returns the content of a tool's result, with a part of type `text` in the place of each image
-    and file, which says so to the model. An agent sends what its tools return in each later turn
-    too: a refusal would end its session.
-
-    `where`, `ignored`: as `leave_out` names and records the part."""
-    if not isinstance(content, list):
-        return content
-    parts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind in MEDIA:
-            leave_out(f"{where}.{kind}", ignored)
-            part = {"type": text, "text": f"[{MEDIA[kind]} left out: this model reads text only]"}
-        parts.append(part)
-    return parts
-
-
 class Thinking(Body):
     """Whether and how long the model thinks. `budget_tokens`: the most tokens of a thought.
     `display` has no effect: the server sends every thought, because only the client keeps it."""
@@ -122,9 +92,8 @@ class MessageFunctionCall(Body):
     @classmethod
     def _an_object(cls, arguments: str) -> str:
         try:
+            arguments = with_whole_pairs(arguments.encode()).decode()
             parsed = json.loads(arguments or "{}")
-            # raises for half a surrogate pair, which cannot be tokenized
-            json.dumps(parsed, ensure_ascii=False).encode()
             if _is_deep(parsed):
                 parsed = None
         except (ValueError, RecursionError):
@@ -237,6 +206,20 @@ class NamedTool(Body):
     function: FunctionName
 
 
+class AllowedFunctions(Body):
+    """`tools`: the tools that a reply may call, of those of the request."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedFunctionsChoice(Body):
+    """A choice that leaves the prompt, and so its KV, as it is."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
 class Message(Body):
     """One message of a dialogue. Its other fields are those of a reply that is sent back
     unchanged."""
@@ -252,6 +235,32 @@ class Message(Body):
     name: str | None = None
     tool_calls: list[MessageToolCall] = Field(default_factory=list)
     tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parts_of_replies(cls, message: Any, info: ValidationInfo) -> Any:
+        """Other servers' replies have thoughts among their parts, and a refusal there or beside
+        them."""
+        if not isinstance(message, dict) or message.get("role") != "assistant":
+            return message
+        content = message.get("content")
+        if not content and message.get("refusal") is not None:
+            return {**message, "content": message["refusal"], "refusal": None}
+        if not isinstance(content, list):
+            return message
+        thoughts, parts = [], []
+        for part in content:
+            match part.get("type") if isinstance(part, dict) else None:
+                case "thinking":
+                    thoughts.append(told(part.get("thinking") or "", "content", info.context))
+                case "refusal":
+                    parts.append({"type": "text", "text": part.get("refusal")})
+                case "redacted_thinking":
+                    pass
+                case _:
+                    parts.append(part)
+        given = {"reasoning_content": "".join(thoughts)} if thoughts else {}
+        return given | message | {"content": parts or ""}
 
     @field_validator("content", mode="before")
     @classmethod

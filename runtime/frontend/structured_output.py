@@ -19,7 +19,7 @@ from ..step.grammar import (
     regex_grammar,
     written_grammar,
 )
-from .body_base import Body, NonEmpty
+from .body_base import Body, NonEmpty, with_whole_pairs
 from .chat_messages import NamedTool, Tool
 from .reply_forms import ReplyForms
 
@@ -206,7 +206,7 @@ def _schema_grammar(schema: dict[str, Any], param: str) -> str:
     except ValueError as error:
         raise RequestError(
             ErrorKind.INVALID,
-            f"{param} has a schema that is not JSON: look for NaN and halves of surrogate pairs",
+            f"{param} has a schema that is not JSON: look for NaN and Infinity",
             param,
         ) from error
 
@@ -233,7 +233,9 @@ def _grammar(form: str, value: Any, param: str) -> str:
 def _object(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:
     """Returns the schema, which may be given as text."""
     try:
-        parsed = json.loads(schema) if isinstance(schema, str) else schema
+        parsed = schema
+        if isinstance(schema, str):
+            parsed = json.loads(with_whole_pairs(schema.encode()))
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):

@@ -55,6 +55,7 @@ from .limits import (
     caller_of,
 )
 from .messages import MessageBody, PromptBody
+from .models import add_models
 from .openapi import describe_bodies
 from .page import UI_FILES, add_ui
 from .reply_events import ReplyEvents
@@ -423,7 +424,6 @@ def create_app(
         limit = OpenSequences(settings.max_requests_per_client)
     add_layers(app, settings, limit, client.count_error)
     add_generation(app, client, ready, tokenizer, settings, histories, tracing)
-    created = int(time.time())
     vllm_metrics = VllmMetrics(client.metrics, ready.model, ready.chunk_tokens, ready.gpu_kv_chunks)
 
     def about() -> dict[str, Any]:
@@ -446,27 +446,7 @@ def create_app(
     add_responses(app, histories)
     add_sessions(app, histories)
     add_ui(app, client, about)
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {
-            "object": "list",
-            "data": [described(name) for name in (ready.model, *ready.aliases)],
-        }
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        check_model(name, ready)
-        return described(name)
-
-    def described(name: str) -> dict[str, Any]:
-        model = {
-            "object": "model",
-            "created": created,
-            "owned_by": "pensieve",
-            "max_model_len": ready.max_model_len,
-        }
-        return {"id": name, **model}
+    add_models(app, ready)
 
     @app.get("/health")
     @app.get("/ready")

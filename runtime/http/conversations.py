@@ -33,6 +33,10 @@ class NewConversation(Body):
     """POST /v1/conversations, and .../fork."""
 
     NEUTRAL: ClassVar = {"items": ([],), "metadata": ({},)}
+    INSTEAD: ClassVar = {
+        "items": "send them with the conversation's next request",
+        "metadata": "conversations have none; leave it out, and keep it by the conversation's id",
+    }
 
     id: ConversationId | None = None
 

@@ -136,7 +136,8 @@ class ClientLimit:
 
 
 class BodyLimit:
-    """Refuses a body of more than `most` bytes with 413, as soon as its size is known."""
+    """Refuses a body of more than `most` bytes with 413, as soon as its size is known, and a
+    compressed one with 415."""
 
     def __init__(self, app: ASGIApp, most: int):
         self._app = app
@@ -146,7 +147,18 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        headers = dict(scope["headers"])
+        encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+        if encoding.lower() not in ("", "identity"):
+            error = RequestError(
+                ErrorKind.INVALID,
+                f"the body is compressed ({encoding[:64]}), and this server reads plain JSON only: "
+                "switch off the compression of requests in the client or the proxy, so that they "
+                "come without Content-Encoding",
+            )
+            await error_response(error, scope["path"], 415)(scope, receive, send)
+            return
+        announced = headers.get(b"content-length", b"0")
         if int(announced) > self._most:
             await error_response(self._error(), scope["path"])(scope, receive, send)
             return

@@ -25,7 +25,7 @@ from ..frontend.bodies import (
     dialogue,
     named_session,
 )
-from ..frontend.body_base import Affinity, Body, ConversationId, NonEmpty
+from ..frontend.body_base import Affinity, Body, ConversationId, NonEmpty, leave_out
 from ..frontend.chat_messages import (
     MOST_MESSAGES,
     Function,
@@ -35,11 +35,11 @@ from ..frontend.chat_messages import (
     MessageToolCall,
     NamedTool,
     Thinking,
-    result_texts,
     with_thinking,
 )
 from ..frontend.chat_messages import Tool as ChatTool
 from ..frontend.generate import Generate
+from ..frontend.other_providers import CALL_BLOCKS, read_call, result_texts, told
 from ..frontend.reply import Style
 from ..frontend.structured_output import ResponseFormat, reply_form
 from ..text.tokenizer import Tokenizer
@@ -52,6 +52,12 @@ share a prefix."""
 
 EFFORTS = {"xhigh": "high", "max": "high"}
 """Efforts that only Anthropic's models know, and the nearest that templates know."""
+
+TOLD_BLOCKS = ("container_upload", "search_result")
+"""Blocks that become a text for the model."""
+
+LEFT_OUT = ("compaction", "fallback", "mcp_tool_listing")
+"""Blocks that the model does not see, except the text of a compaction."""
 
 MOST_STOPS = 16
 TOKENS_LEFT = re.compile("<total_tokens>[0-9]+ tokens left</total_tokens>")
@@ -131,11 +137,40 @@ def _user_blocks(content: Any, info: ValidationInfo) -> Any:
         isinstance(block, dict) and block.get("type") == "tool_result" for block in content
     ):
         content = result_texts(content, "text", "tool_result", info.context)
-    return _blocks(content, "text", "tool_result")
+    own = ("text", "tool_result")
+    return _as_own(_blocks(content, *own, *CALL_BLOCKS, *TOLD_BLOCKS, *LEFT_OUT), info.context)
 
 
-def _assistant_blocks(content: Any) -> Any:
-    return _blocks(content, "text", "thinking", "redacted_thinking", "tool_use")
+def _assistant_blocks(content: Any, info: ValidationInfo) -> Any:
+    own = ("text", "thinking", "redacted_thinking", "tool_use")
+    return _as_own(_blocks(content, *own, *CALL_BLOCKS, *TOLD_BLOCKS, *LEFT_OUT), info.context)
+
+
+def _as_own(blocks: Any, ignored: list[str] | None) -> Any:
+    """Returns the blocks of Anthropic's own tools and other features as blocks of text, calls and
+    results. An empty text keeps the place of a block that is left out."""
+    if not isinstance(blocks, list):
+        return blocks
+    return [_own_block(block, ignored) if isinstance(block, dict) else block for block in blocks]
+
+
+def _own_block(block: dict[str, Any], ignored: list[str] | None) -> dict[str, Any]:
+    kind = block.get("type")
+    if not isinstance(kind, str) or kind not in (*CALL_BLOCKS, *TOLD_BLOCKS, *LEFT_OUT):
+        return block
+    marker = {"cache_control": block.get("cache_control")}
+    if kind in CALL_BLOCKS:
+        call = read_call(block, CALL_BLOCKS[kind], ignored)
+        if call.arguments is not None:
+            fields = {"id": call.id, "name": call.name, "input": call.arguments}
+            return {"type": "tool_use", **fields, **marker}
+        return {"type": "tool_result", "tool_use_id": call.id, "content": call.result, **marker}
+    if kind in TOLD_BLOCKS:
+        return {"type": "text", "text": told(block, "messages", ignored), **marker}
+    if isinstance(block.get("content"), str):  # the summary of a compaction
+        return {"type": "text", "text": block["content"], **marker}
+    leave_out(f"messages.{kind}", ignored)
+    return {"type": "text", "text": "", **marker}
 
 
 Texts = Annotated[
@@ -183,9 +218,10 @@ class ToolResultBlock(Body):
 
 
 UserBlocks = list[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]]
-AssistantBlocks = list[
-    Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
-]
+SentReplyBlock = TextBlock | ThinkingBlock | ToolUseBlock
+SentReplyBlocks = list[Annotated[SentReplyBlock, Field(discriminator="type")]]
+AssistantBlocks = list[Annotated[SentReplyBlock | ToolResultBlock, Field(discriminator="type")]]
+"""With the results of tools that another provider's server ran."""
 
 
 class UserMessage(Body):
@@ -208,28 +244,37 @@ class UserMessage(Body):
 
 
 class AssistantMessage(Body):
-    """An earlier reply. The texts of its blocks are joined to the original text."""
+    """An earlier reply. The texts of its blocks are joined to the original text. A result of a tool
+    divides it into several messages."""
 
     role: Literal["assistant"]
     content: Annotated[
         AssistantBlocks,
-        BeforeValidator(_assistant_blocks, json_schema_input_type=str | AssistantBlocks),
+        BeforeValidator(_assistant_blocks, json_schema_input_type=str | SentReplyBlocks),
     ]
 
     def messages(self) -> list[Message]:
-        text = "".join(block.text for block in self.content if isinstance(block, TextBlock))
-        calls = [block.call() for block in self.content if isinstance(block, ToolUseBlock)]
-        thoughts = "".join(
-            block.thinking for block in self.content if isinstance(block, ThinkingBlock)
-        )
-        return [
-            Message(
-                role="assistant",
-                content=text,
-                reasoning_content=thoughts or None,
-                tool_calls=calls,
-            )
-        ]
+        messages: list[Message] = []
+        for are_results, blocks in groupby(
+            self.content, key=lambda block: isinstance(block, ToolResultBlock)
+        ):
+            run = list(blocks)
+            if are_results:
+                messages += [block.message() for block in run if isinstance(block, ToolResultBlock)]
+            else:
+                messages.append(_reply(run))
+        return messages or [_reply([])]
+
+
+def _reply(blocks: Sequence[SentReplyBlock | ToolResultBlock]) -> Message:
+    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    return Message(
+        role="assistant",
+        content="".join(texts),
+        reasoning_content="".join(thoughts) or None,
+        tool_calls=[block.call() for block in blocks if isinstance(block, ToolUseBlock)],
+    )
 
 
 class SystemMessage(Body):

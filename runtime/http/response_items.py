@@ -21,23 +21,27 @@ from ..frontend.chat_messages import (
     MessageFunctionCall,
     MessageToolCall,
     TextPart,
-    result_texts,
     text_only,
 )
+from ..frontend.other_providers import CALL_ITEMS, read_call, result_texts
 
 LEFT_OUT = frozenset(
     {
-        "code_interpreter_call",
-        "file_search_call",
+        "additional_tools",
+        "compaction",
+        "compaction_trigger",
+        "configuration_update",
         "image_generation_call",
+        "mcp_approval_request",
+        "mcp_approval_response",
         "mcp_list_tools",
         "tool_search_call",
         "tool_search_output",
         "web_search_call",
     }
 )
-"""Items of tools that OpenAI's servers run. The model's own messages behind them tell the
-result."""
+"""Items of tools that OpenAI's servers run, whose result the model's own messages behind them tell,
+and items that say nothing to another model."""
 
 CUSTOM_INPUT = "input"
 """The argument of the function that stands for a custom tool."""
@@ -170,31 +174,6 @@ class CustomCallItem(Body):
         return _call(self.call_id, name, {CUSTOM_INPUT: self.input})
 
 
-class ShellAction(Body):
-    type: Literal["exec"]
-    command: list[str]
-    env: dict[str, str] | None = None
-    timeout_ms: int | None = None
-    user: str | None = None
-    working_directory: str | None = None
-
-
-class ShellCallItem(Body):
-    """A command that a client ran for an earlier reply."""
-
-    IGNORED = frozenset({"status"})
-
-    type: Literal["local_shell_call"]
-    id: str | None = None
-    call_id: str | None = None
-    action: ShellAction
-
-    def call(self) -> MessageToolCall:
-        """See `FunctionCallItem`."""
-        arguments = self.action.model_dump(exclude={"type"}, exclude_none=True)
-        return _call(self.call_id or self.id or "", "local_shell", arguments)
-
-
 def _call(call_id: str, name: str, arguments: dict[str, Any]) -> MessageToolCall:
     function = MessageFunctionCall(name=name, arguments=json.dumps(arguments))
     return MessageToolCall(id=call_id, function=function)
@@ -219,18 +198,16 @@ class CallOutputItem(Body):
         return Message(role="tool", tool_call_id=self.call_id, content=_for_chat(self.output))
 
 
-class ShellOutputItem(Body):
-    """The result of a command."""
+class AnsweredCallItem(Body):
+    """A call and its result, where another provider's server ran the tool."""
 
-    IGNORED = frozenset({"status"})
+    type: Literal["answered_call"]
+    function: FunctionCallItem
+    result: CallOutputItem
 
-    type: Literal["local_shell_call_output"]
-    id: NonEmpty
-    output: str
-
-    def message(self) -> Message:
-        """See `CallOutputItem`."""
-        return Message(role="tool", tool_call_id=self.id, content=self.output)
+    def call(self) -> MessageToolCall:
+        """See `FunctionCallItem`."""
+        return self.function.call()
 
 
 class ReferenceItem(Body):
@@ -247,18 +224,19 @@ class LeftOut(Body):
     type: Literal["left_out"]
 
 
-CallItem = FunctionCallItem | CustomCallItem | ShellCallItem
-Item = MessageItem | ReasoningItem | CallItem | CallOutputItem | ShellOutputItem | ReferenceItem
+CallItem = FunctionCallItem | CustomCallItem | AnsweredCallItem
+SentItem = (
+    MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem | CallOutputItem | ReferenceItem
+)
+Item = SentItem | AnsweredCallItem
 KINDS = frozenset(
     {
         "message",
         "reasoning",
         "function_call",
         "custom_tool_call",
-        "local_shell_call",
         "function_call_output",
         "custom_tool_call_output",
-        "local_shell_call_output",
         "item_reference",
     }
 )
@@ -276,13 +254,41 @@ def _items(given: Any, info: ValidationInfo) -> Any:
         if isinstance(item, dict):
             kind = item.get("type") or _untyped_kind(item)
             if isinstance(kind, str) and kind in LEFT_OUT:
-                leave_out(f"input.{kind}", info.context)
-                item = {"type": "left_out"}
+                item = _left_out(kind, info.context)
+            elif isinstance(kind, str) and kind in CALL_ITEMS:
+                item = _own_item(item, kind, info.context)
             else:
                 _check_kind(kind, at)
                 item = {**item, "type": kind}
         items.append(item)
     return items
+
+
+def _left_out(kind: str, ignored: list[str] | None) -> dict[str, Any]:
+    leave_out(f"input.{kind}", ignored)
+    return {"type": "left_out"}
+
+
+def _own_item(item: dict[str, Any], kind: str, ignored: list[str] | None) -> dict[str, Any]:
+    """The item of another provider's tool as a function's call, result or both. A call without a
+    result, where the item should have both, is left out: the model's message behind it tells the
+    result."""
+    fields = CALL_ITEMS[kind]
+    call = read_call(item, fields, ignored)
+    output = {"type": "function_call_output", "call_id": call.id, "output": call.result}
+    if call.arguments is None:
+        return output
+    function = {
+        "type": "function_call",
+        "call_id": call.id,
+        "name": call.name,
+        "arguments": json.dumps(call.arguments),
+    }
+    if not fields.results:
+        return function
+    if call.result is None:
+        return _left_out(kind, ignored)
+    return {"type": "answered_call", "function": function, "result": output}
 
 
 def _untyped_kind(item: dict[str, Any]) -> str:
@@ -304,7 +310,7 @@ def _kept(items: list[Item | LeftOut]) -> list[Item]:
     return [item for item in items if not isinstance(item, LeftOut)]
 
 
-Items = list[Annotated[Item, Field(discriminator="type")]]
+Items = list[Annotated[SentItem, Field(discriminator="type")]]
 Input = Annotated[
     list[Annotated[Item | LeftOut, Field(discriminator="type")]],
     Field(max_length=MOST_MESSAGES),
@@ -329,12 +335,15 @@ def messages_of(items: Sequence[Item | LeftOut]) -> list[Message]:
             messages.append(message)
         else:
             reply.append(item)
+        if isinstance(item, AnsweredCallItem):
+            messages += [_reply(reply), item.result.message()]
+            reply = []
     return [*messages, _reply(reply)] if reply else messages
 
 
 def _of_others(item: Item) -> Message | None:
     """The message of an item that is not the assistant's."""
-    if isinstance(item, CallOutputItem | ShellOutputItem):
+    if isinstance(item, CallOutputItem):
         return item.message()
     if isinstance(item, MessageItem) and item.role != "assistant":
         return Message(role=item.role, content=_for_chat(item.content))

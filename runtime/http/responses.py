@@ -253,6 +253,14 @@ def add_responses(app: FastAPI, histories: TurnManager) -> None:
     """Adds the endpoints of stored responses."""
     router = APIRouter(prefix="/v1/responses")
 
+    @router.post("/compact", include_in_schema=False)
+    async def compact() -> None:
+        raise RequestError(
+            ErrorKind.NOT_FOUND,
+            "this server does not compact responses: send truncation: auto, and the oldest tokens "
+            "leave a context that is full, or have the client summarize the history itself",
+        )
+
     @router.get("/{id}")
     async def look(id: str, request: Request) -> dict[str, Any]:
         stored = await histories.get(Name(owner_of(request), id, "response"))

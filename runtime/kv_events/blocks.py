@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...scheduler.kv.chunk import NO_SLOT
@@ -40,7 +40,7 @@ class Block:
     salt        the given salt of its tree, or None
     tiers       of its chunks, by their keys; empty: a hole, kept for the blocks behind it
     children    by their tokens
-    usable      a request can begin at its end or further on, if nothing before it is missing
+    usable      a request can begin at its end or further on, if nothing up to there is missing
     usable_children
                 the number of its children that are usable
     told        the tier in which routers know it, or NO_SLOT
@@ -59,7 +59,9 @@ class Block:
         "usable_children",
     )
 
-    def __init__(self, key: bytes, parent: Block | None, tokens: bytes, salt: str | None):
+    def __init__(
+        self, key: bytes, parent: Block | None, tokens: bytes, salt: str | None, usable: bool
+    ):
         self.key = key
         self.parent = parent
         self.tokens = tokens
@@ -67,7 +69,7 @@ class Block:
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.tiers: dict[ChunkKey, int] = {}
         self.children: dict[bytes, Block] = {}
-        self.usable = False
+        self.usable = usable
         self.usable_children = 0
         self.told: int = NO_SLOT if parent is not None else GPU
 
@@ -82,7 +84,7 @@ class Block:
         parent = self.parent
         if parent is None:
             return GPU
-        if not self.usable or parent.told == NO_SLOT:
+        if not self.tiers or not self.usable or parent.told == NO_SLOT:
             return NO_SLOT
         return max(min(self.tiers.values()), parent.told)
 
@@ -175,14 +177,16 @@ class Blocks:
         root = self._roots.get(given)
         if root is None:
             key = root_key(self._seed, self._size, salt if salt.startswith(GIVEN) else b"")
-            root = self._roots[given] = Block(key, None, b"", given)
+            root = self._roots[given] = Block(key, None, b"", given, self._states is None)
         return root
 
     def _child(self, parent: Block, tokens: bytes) -> Block:
         child = parent.children.get(tokens)
         if child is None:
             key = hashlib.sha256(parent.key + tokens).digest()
-            child = parent.children[tokens] = Block(key, parent, tokens, parent.salt)
+            child = parent.children[tokens] = Block(
+                key, parent, tokens, parent.salt, self._states is None
+            )
         return child
 
     # -- events
@@ -225,8 +229,9 @@ class Blocks:
         """Brings `told` up to date. Returns what it was before, of blocks that changed in
         between."""
         before: dict[Block, int] = {}
-        for block in sorted(self._changed, key=_depth, reverse=True):
-            self._update_usable(block)
+        if self._states is not None:
+            for block in sorted(self._changed, key=_depth, reverse=True):
+                self._update_usable(block, self._states)
         stack = sorted(self._changed, key=_depth, reverse=True)  # the next to the root first
         self._changed.clear()
         while stack:
@@ -238,20 +243,19 @@ class Blocks:
                 stack += block.children.values()
         return before
 
-    def _update_usable(self, block: Block) -> None:
+    def _update_usable(self, block: Block, states: Mapping[ChunkKey, int]) -> None:
         """Brings `usable` up to date, from the block towards its root."""
         parent = block.parent
-        while parent is not None and block.usable != self._is_usable(block):
+        while parent is not None and block.usable != self._is_usable(block, states):
             block.usable = not block.usable
             self._changed[block] = None
             parent.usable_children += 1 if block.usable else -1
             block, parent = parent, parent.parent
 
-    def _is_usable(self, block: Block) -> bool:
+    def _is_usable(self, block: Block, states: Mapping[ChunkKey, int]) -> bool:
         if not block.tiers:
             return False
-        states = self._states
-        if states is None or block.usable_children:
+        if block.usable_children:
             return True
         end = block.depth * self._size  # an adopted state may have come with another one
         return any(states.get(key) == end for key in block.tiers)

@@ -342,11 +342,14 @@ def _write(descriptor: int, parts: Parts) -> None:
             rest = rest[os.write(descriptor, rest) :]
 
 
+MOST_BUFFERS = 1024  # of one call: Linux's IOV_MAX
+
+
 def _read(descriptor: int, parts: Parts) -> bool:
     """Returns whether all parts were filled."""
     rest = [part.data.cast("B") for part in parts]
     while rest:
-        count = os.readv(descriptor, rest)
+        count = os.readv(descriptor, rest[:MOST_BUFFERS])
         if not count:
             return False
         while rest and count >= len(rest[0]):

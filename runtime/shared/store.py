@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ...scheduler.kv.piece_keys import split_key, state_key
+from ...scheduler.kv.piece_keys import is_kv, split_key, state_key
 from ...scheduler.plan import KeyAnswer, KeyBatch, Promotion, Spill, TierReport, TierWork
 from ...scheduler.types import ChunkKey, StoredRecord, Tier
 from ..counters import SharedCounters
@@ -434,7 +434,9 @@ class SharedStore:
         with self._changed:
             stored = () if there is None else _all_of(there, len(keys))
             self._note(there is not None)
-            self._count(hits=sum(stored), misses=len(stored) - sum(stored))
+            # a find asks for a state wherever there may be one: that is no miss
+            of_kv = [there for key, there in zip(keys, stored, strict=False) if is_kv(key)]
+            self._count(hits=sum(of_kv), misses=len(of_kv) - sum(of_kv))
             self._answered([question], stored, there is not None)
 
     def _remove(self, question: _Question) -> None:

@@ -32,9 +32,14 @@ def state_key(key: ChunkKey) -> ChunkKey:
     return ChunkKey(key + b"state")
 
 
+def is_kv(key: ChunkKey) -> bool:
+    """False: the key of a state or of its piece."""
+    return len(key) <= KEY_BYTES
+
+
 def split_key(key: ChunkKey) -> tuple[ChunkKey, StatePiece | None]:
     """The chunk's key and the piece, None for KV, of a key that `chunk_key` or `piece_key` made."""
-    if len(key) <= KEY_BYTES:
+    if is_kv(key):
         return key, None
     number = KEY_BYTES + COMPUTATION_BYTES
     piece = StatePiece(int.from_bytes(key[number:], "big"), key[KEY_BYTES:number])

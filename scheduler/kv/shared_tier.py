@@ -62,6 +62,7 @@ class SharedTier:
         self.arriving: deque[Chunk] = deque()
         self._slots = count()
         self._moves: dict[int, Move] = {}
+        self._in_progress = {True: 0, False: 0}  # moves that are not late: writes, reads
         self._writes: defaultdict[ChunkKey, set[int]] = defaultdict(set)  # slots by key
         self._spills: list[Spill] = []
         self._promotions: list[Promotion] = []
@@ -87,14 +88,11 @@ class SharedTier:
     @property
     def writing(self) -> int:
         """Late ones do not count: nobody waits for them."""
-        return self._count(spills=True)
+        return self._in_progress[True]
 
     @property
     def reading(self) -> int:
-        return self._count(spills=False)
-
-    def _count(self, spills: bool) -> int:
-        return sum(move.spills == spills and not move.late for move in self._moves.values())
+        return self._in_progress[False]
 
     def new_slot(self) -> int:
         """The slot of a chunk that the store is known to have."""
@@ -123,6 +121,7 @@ class SharedTier:
         key = chunk.erased_with
         assert key is not None
         move = self._moves[slot] = Move(self.tier, chunk, key, host, slot, spills)
+        self._in_progress[spills] += 1
         return move
 
     def abandon(self, move: Move) -> None:
@@ -144,6 +143,7 @@ class SharedTier:
             if move is None or move.late:
                 continue
             move.late = True
+            self._in_progress[move.spills] -= 1
             if move.spills:  # the client of a deletion does not wait for it
                 self._refuse(self._behind_writes.get(move.key, []))
             else:
@@ -159,12 +159,14 @@ class SharedTier:
             self._removed(answer, now)
         given_up, self._given_up = self._given_up, []
         for slot in given_up:
+            self._in_progress[False] -= 1
             yield self._moves.pop(slot), False
         ended = [(slot, True) for slot in (*report.spilled, *report.promoted)]
         for slot, succeeded in (*ended, *((slot, False) for slot in report.failed)):
             move = self._moves.pop(slot, None)
             if move is None:
                 raise InvariantError(f"record {slot} is reported, but no such work is under way")
+            self._in_progress[move.spills] -= not move.late
             if move.spills:
                 self.spilled += succeeded
                 self.failed_writes += not succeeded
@@ -251,8 +253,9 @@ class SharedTier:
 
     @property
     def outstanding(self) -> bool:
-        moving = not all(move.late for move in self._moves.values())
-        return bool(moving or self._finding or self._to_remove or self._removing)
+        return bool(
+            self.writing or self.reading or self._finding or self._to_remove or self._removing
+        )
 
     def _gather(self) -> None:
         """Hands over the reads of states of which all have begun."""

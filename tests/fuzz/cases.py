@@ -148,6 +148,16 @@ ITEMS: tuple[dict[str, Any], ...] = (
     {"type": "local_shell_call", "id": "c", "action": {"type": "exec", "command": ["ls"]}},
     {"type": "local_shell_call_output", "id": "c", "output": "a"},
     {"type": "item_reference", "id": f"msg_{0:032x}_0"},
+    {
+        "type": "mcp_call",
+        "id": "m",
+        "server_label": "s",
+        "name": "f",
+        "arguments": "{}",
+        "output": "1",
+    },
+    {"type": "code_interpreter_call", "id": "i", "code": "1", "outputs": [{"type": "image"}]},
+    {"type": "shell_call_output", "call_id": "c", "output": [{"stdout": "a"}]},
     {"type": "web_search_call"},
 )
 TOOLS: tuple[dict[str, Any], ...] = (

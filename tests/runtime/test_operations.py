@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import logging
 import os
@@ -348,6 +349,23 @@ def test_a_long_body_is_refused(announced: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["gzip", "zstd", "identity"])
+def test_a_compressed_body_is_refused_as_such(encoding: str) -> None:
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 4}).encode()
+    sent = body if encoding == "identity" else gzip.compress(body)
+
+    async def work(http: httpx.AsyncClient) -> httpx.Response:
+        headers = {"content-encoding": encoding}
+        return await http.post("/v1/completions", content=sent, headers=headers)
+
+    answer = serve(FakeLoop(), work)
+    if encoding == "identity":
+        assert answer.is_success
+        return
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 415 and f"compressed ({encoding})" in message
+
+
 def test_others_are_served_while_a_body_of_many_parts_is_read() -> None:
     parts = b",".join([b'{"type": "text", "text": ""}'] * 200_000)
     body = b'{"model": "other", "messages": [{"role": "user", "content": [' + parts + b"]}]}"

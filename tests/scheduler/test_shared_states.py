@@ -14,7 +14,6 @@ from pensieve.scheduler.kv.chunk import NO_SLOT
 from pensieve.scheduler.kv.shared_tier import GATHERING_PLANS, SharedTier
 from pensieve.scheduler.kv.states import KeptStates
 from pensieve.scheduler.planning import admission
-from pensieve.scheduler.planning.eviction import Evictor
 from pensieve.scheduler.planning.promotions import promote
 from pensieve.scheduler.planning.state_lookup import StateLookup
 from pensieve.scheduler.types import HOST, Erasure, InvariantError
@@ -183,28 +182,6 @@ def test_the_store_is_not_asked_for_a_state_that_is_here():
     served.drain()
 
 
-def test_nothing_is_read_or_awaited_if_host_has_no_room_for_the_state(monkeypatch):
-    served = written()
-
-    def refuses(evictor, chunk, drops):
-        last = chunk.state is not None and chunk is chunk.state.pieces[-1]
-        return False if last else promote(evictor, chunk, drops)
-
-    monkeypatch.setattr(admission, "promote", refuses)
-    before = served.device.step
-    served.computed = []
-    request = served.submit(PROMPT, 4)
-    served.run_until(lambda: served.computed)
-    assert served.device.step - before < GATHERING_PLANS
-    served.run(request)
-    assert served.joined() == [(0, 30)]
-    served.settle()
-    store = served.scheduler._store
-    assert served.counts["shared promoted"] == 0
-    assert not store.shared._moves and not store.shared._gathering
-    served.drain()
-
-
 def test_a_fetch_that_is_not_made_drops_nothing():
     served = written()
     served.read_s = 1e3
@@ -256,18 +233,29 @@ def test_a_request_that_leaves_leaves_no_state_behind():
     served.drain()
 
 
-def test_a_read_that_host_has_no_room_for_is_given_up(monkeypatch):
+def refuse_last_pieces(monkeypatch):
+    """HOST has no room for them."""
+
+    def refuses(evictor, chunk, drops):
+        last = chunk.state is not None and chunk is chunk.state.pieces[-1]
+        return False if last else promote(evictor, chunk, drops)
+
+    monkeypatch.setattr(admission, "promote", refuses)
+
+
+def test_nothing_is_read_or_awaited_if_host_has_no_room_for_the_state(monkeypatch):
     """All but one of the state's pieces have begun."""
     served = written()
-    promote = Evictor.promote
-
-    def refuses(self, chunk, drops):
-        last = chunk.state is not None and chunk is chunk.state.pieces[-1]
-        return False if last else promote(self, chunk, drops)
-
-    monkeypatch.setattr(Evictor, "promote", refuses)
-    assert served.spans(PROMPT) == [(0, 30)]
+    refuse_last_pieces(monkeypatch)
+    before = served.device.step
+    served.computed = []
+    request = served.submit(PROMPT, 4)
+    served.run_until(lambda: served.computed)
+    assert served.device.step - before < GATHERING_PLANS
+    served.run(request)
+    assert served.joined() == [(0, 30)]
     served.settle()
+    assert served.counts["shared promoted"] == 0
     store = served.scheduler._store
     assert not served.reading() and not store.shared._moves and not store.shared._gathering
     assert store.lower.reading == 0
@@ -341,13 +329,7 @@ def one_piece_missing(monkeypatch):
         gather(self)
 
     monkeypatch.setattr(SharedTier, "_gather", all_at_once)
-    promote = Evictor.promote
-
-    def refuses(self, chunk, drops):
-        last = chunk.state is not None and chunk is chunk.state.pieces[-1]
-        return False if last else promote(self, chunk, drops)
-
-    monkeypatch.setattr(Evictor, "promote", refuses)
+    refuse_last_pieces(monkeypatch)
 
 
 def pieces_of_another_state(monkeypatch):

@@ -3,12 +3,16 @@ and why."""
 
 from __future__ import annotations
 
+import json
+import random
+import re
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
+from pensieve.runtime.frontend.body_base import with_whole_pairs
 from pensieve.runtime.http.settings import HTTPSettings
 from pensieve.runtime.messages import Submit
 from pensieve.scheduler.types import Request
@@ -65,7 +69,7 @@ def posted(
     minimal = {**GENERATE, **OTHERS}[path]
 
     async def work(http: httpx.AsyncClient) -> httpx.Response:
-        return await http.post(path, json={"model": "fake", **minimal, **fields})
+        return await http.post(path, content=json.dumps({"model": "fake", **minimal, **fields}))
 
     response = ask(work, loop, settings=settings)
     return response, [message.request for message in loop.messages(Submit)]
@@ -109,3 +113,110 @@ def test_an_unknown_field_is_named(ask: Ask, path: str) -> None:
 def test_a_misspelt_own_field_is_refused(ask: Ask, path: str) -> None:
     response, _ = posted(ask, path, LENIENT, cache_slat="a")
     assert response.status_code == 400 and "did you mean cache_salt?" in response.text
+
+
+CALL = {"name": "f", "arguments": '{"a\\ud83d": "b\\ud83d"}'}  # JSON in JSON
+WITH_HALVES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/v1/completions", {"prompt": "hi \ud83d"}),
+    ("/v1/completions", {"prompt": "x", "guided_json": '{"const": "\\udc00"}'}),
+    ("/v1/completions", {"prompt": "x", "guided_json": {"const": "\udc00"}}),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "\ude00\ud83d"}]},
+                {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "function": CALL}]},
+                {"role": "tool", "tool_call_id": "1", "content": "\ud83d\ud83d\ude00\ude00"},
+            ],
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {
+                        "name": "f",
+                        "description": "\ud83d",
+                        "parameters": {"type": "object", "properties": {"\ud83d": {}}},
+                    },
+                }
+            ],
+        },
+    ),
+    ("/v1/responses", {"input": [{"type": "function_call", "call_id": "1", **CALL}, *TOLD]}),
+    (
+        "/v1/responses",
+        {"input": [{"type": "function_call_output", "call_id": "1", "output": "\ud83d"}, *TOLD]},
+    ),
+    (
+        "/v1/messages",
+        {
+            "max_tokens": 9,
+            "system": "\ud83d",
+            "messages": [
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "tool_use", "id": "1", "name": "f", "input": {"a": "\ud83d"}}
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "1", "content": "\ud83d"}],
+                },
+            ],
+        },
+    ),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "\ud83d"}]}),
+    ("/tokenize", {"prompt": "\ud83d"}),
+)
+
+
+@pytest.mark.parametrize(("path", "body"), WITH_HALVES)
+def test_half_a_surrogate_pair_does_not_end_a_session(
+    ask: Ask, path: str, body: dict[str, Any]
+) -> None:
+    """JavaScript sends it for a character that it has cut, and clients in each later turn again."""
+    sent = json.dumps({"model": "fake", **body})
+    halves = re.sub(r"(?<!ud83d)\\ude00|\\ud83d(?!\\ude00)|\\udc00", r"\\ufffd", sent)
+    assert halves != sent
+    for settings in (LENIENT, STRICT):
+        loop = FakeLoop(lambda _: [*byte_tokens("abc"), EOS])
+
+        async def work(http: httpx.AsyncClient) -> list[httpx.Response]:
+            return [await http.post(path, content=text) for text in (sent, halves)]
+
+        answers = ask(work, loop, settings=settings)
+        assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+        prompts = [message.request.prompt for message in loop.messages(Submit)]
+        assert prompts[:1] == prompts[1:]
+        if not prompts:
+            assert answers[0].json() == answers[1].json()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"cache_salt": "\ud83d"},
+        {"conversation": "\ud83d"},
+        {"conversation": {"id": "\ud83d"}},
+        {"conversation_params": {"conversation_id": "\ud83d"}},
+        {"prompt_cache_key": "\ud83d"},
+        {"session_id": "\ud83d"},
+    ],
+)
+def test_a_name_with_half_a_surrogate_pair_is_refused(ask: Ask, fields: dict[str, Any]) -> None:
+    response, _ = posted(ask, "/v1/chat/completions", LENIENT, **fields)
+    assert response.status_code == 400 and response.json()["error"]["param"] in fields
+
+
+ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(?P<half>u[dD][89a-fA-F]..)|.)", re.DOTALL
+)
+PIECES = ("\\", "\\\\", "\\ud83d", "\\uDE00", "ud83d", "\\n", "x", "\\u0041", "\\udfff")
+
+
+def test_halves_of_surrogate_pairs_are_told_from_pairs_and_escaped_backslashes() -> None:
+    """As by a scan of one escape after the other."""
+    chance = random.Random(3)
+    for _ in range(10_000):
+        text = "".join(chance.choices(PIECES, k=chance.randrange(7))).encode()
+        slow = ESCAPE.sub(lambda match: rb"\ufffd" if match["half"] else match[0], text)
+        assert with_whole_pairs(text) == slow

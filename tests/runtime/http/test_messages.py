@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import anthropic
 import httpx
 import pytest
 
@@ -309,6 +310,82 @@ def test_images_that_tools_return_do_not_end_a_session(serve: Any) -> None:
     run(work())
 
 
+def test_a_history_of_another_provider_goes_on(serve: Any) -> None:
+    """Tools that Anthropic's servers ran are told as calls and their results."""
+    page = {"type": "web_search_result", "title": "Tea", "url": "http://t"}
+    reply = [
+        {"type": "mcp_tool_listing", "mcp_server_name": "docs", "tools": []},
+        {"type": "thinking", "thinking": "hm", "signature": "s"},
+        {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "tea"}},
+        {
+            "type": "web_search_tool_result",
+            "tool_use_id": "s1",
+            "content": [{**page, "encrypted_content": "Z", "page_age": None}],
+        },
+        {"type": "text", "text": "A leaf."},
+        {
+            "type": "mcp_tool_use",
+            "id": "m1",
+            "name": "find",
+            "server_name": "docs",
+            "input": {},
+        },
+        {
+            "type": "mcp_tool_result",
+            "tool_use_id": "m1",
+            "is_error": False,
+            "content": [{"type": "text", "text": "green"}],
+        },
+        {"type": "compaction", "content": "We spoke of tea."},
+        {"type": "compaction", "content": None, "encrypted_content": "Z"},
+        {**USE, "id": "t1"},
+    ]
+    hit = {"type": "search_result", "source": "s", "title": "t"}
+    tool = {"type": "tool_reference", "tool_name": "brew"}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "t1",
+        "content": [{**hit, "content": [{"type": "text", "text": "a"}]}, tool],
+    }
+    last = [result, {"type": "container_upload", "file_id": "f"}, {"type": "text", "text": "y"}]
+
+    async def work() -> None:
+        async with serve() as server:
+            answer = await server.http.post(MESSAGES, json=body("x", reply, last))
+            assert answer.status_code == 200, answer.text
+            assert set(answer.headers["x-pensieve-ignored-fields"].split(", ")) == {
+                "messages.compaction",
+                "messages.mcp_tool_listing",
+                "tool_result.container_upload",
+                "web_search_tool_result.encrypted_content",
+            }
+            search = '{"name": "web_search", "arguments": {"query": "tea"}}'
+            find = '{"name": "docs__find", "arguments": {}}'
+            hits = f"{json.dumps({**hit, 'content': ['a']})}\n{json.dumps(tool)}"
+            assert await read(server) == (
+                "<|turn|>user\nx<|done|>\n"
+                f"<|turn|>assistant\n<tool_call>\n{search}\n</tool_call><|done|>\n"
+                f"<|turn|>tool\n{json.dumps([page])}<|done|>\n"
+                f"<|turn|>assistant\nA leaf.<tool_call>\n{find}\n</tool_call><|done|>\n"
+                "<|turn|>tool\ngreen<|done|>\n"
+                f"<|turn|>assistant\nWe spoke of tea.{CALL}<|done|>\n"
+                f"<|turn|>tool\n{hits}<|done|>\n"
+                "<|turn|>user\n[file left out: this model reads text only]\ny<|done|>\n"
+                "<|turn|>assistant\n"
+            )
+            upload = [{"type": "container_upload", "file_id": "f"}]
+            answer = await server.http.post(MESSAGES, json=body(upload))
+            assert answer.headers["x-pensieve-ignored-fields"] == "messages.container_upload"
+            refused = await send(server, "x", [result], "y", status=400)
+            assert "tool_result blocks" in refused["error"]["message"]
+        async with serve(strict=True) as server:
+            refused = await send(server, "x", reply, last, status=400)
+            assert "messages.mcp_tool_listing" in refused["error"]["message"]
+            await send(server, "x", reply[5:7], "y")
+
+    run(work())
+
+
 def test_a_reply_sent_back_keeps_its_tokens(serve: Any) -> None:
     """The stored ids stand for its text, though tokenising that would give others."""
 
@@ -447,6 +524,24 @@ def test_a_key_may_come_as_x_api_key(serve: Any) -> None:
             await server.post("/v1/chat/completions", 200, "one", messages=body("x")["messages"])
             first, second = server.requests
             assert first.owner == second.owner and first.salt == second.salt
+
+    run(work())
+
+
+def test_models_have_anthropics_form_for_its_clients(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            headers = {"anthropic-version": "2023-06-01"}
+            page = (await server.http.get("/v1/models", headers=headers)).json()
+            (model,) = page.pop("data")
+            assert page == {"first_id": "fake", "last_id": "fake", "has_more": False}
+            assert (model["type"], model["id"], model["display_name"]) == ("model", "fake", "fake")
+            assert anthropic.types.ModelInfo.model_validate(model).created_at.tzinfo is not None
+            one = await server.http.get("/v1/models/fake", headers=headers)
+            assert one.json() == model
+            plain = await server.ask("GET", "/v1/models")
+            assert plain.keys() == {"object", "data"}
+            assert plain["data"][0]["object"] == "model"
 
     run(work())
 

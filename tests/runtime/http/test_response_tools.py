@@ -218,7 +218,8 @@ def test_what_agents_send_is_understood(serve: Any) -> None:
                 "tools.web_search",
                 "tools.patch.format",
             }
-            shell_call = '{"name": "local_shell", "arguments": {"command": ["ls"], "env": {}}}'
+            arguments = '{"type": "exec", "command": ["ls"], "env": {}}'
+            shell_call = f'{{"name": "local_shell", "arguments": {arguments}}}'
             assert (
                 await read(server)
                 == "".join(
@@ -238,6 +239,157 @@ def test_what_agents_send_is_understood(serve: Any) -> None:
             )
             assert [tool["name"] for tool in answer.json()["tools"]] == ["weather", "patch"]
             assert answer.json()["reasoning"]["effort"] == "medium"
+
+    run(work())
+
+
+def told_call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def told_as(*messages: tuple[str, str]) -> str:
+    return "".join(f"<|turn|>{role}\n{text}<|done|>\n" for role, text in messages)
+
+
+SHELL_OUTPUT = {"stdout": "a.py", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}
+OTHER_PROVIDERS: dict[str, tuple[list[dict[str, Any]], str, set[str]]] = {
+    "shell": (
+        [
+            {"type": "shell_call", "call_id": "c1", "action": {"commands": ["ls"]}},
+            {"type": "shell_call_output", "call_id": "c1", "output": [SHELL_OUTPUT]},
+        ],
+        told_as(
+            ("assistant", told_call("shell", '{"commands": ["ls"]}')),
+            ("tool", json.dumps([SHELL_OUTPUT])),
+        ),
+        set(),
+    ),
+    "apply_patch": (
+        [
+            {
+                "type": "apply_patch_call",
+                "call_id": "c1",
+                "status": "completed",
+                "operation": {"type": "delete_file", "path": "a.py"},
+            },
+            {"type": "apply_patch_call_output", "call_id": "c1", "status": "completed"},
+        ],
+        told_as(
+            ("assistant", told_call("apply_patch", '{"type": "delete_file", "path": "a.py"}')),
+            ("tool", "completed"),
+        ),
+        set(),
+    ),
+    "mcp": (
+        [
+            {"type": "mcp_list_tools", "id": "m0", "server_label": "docs", "tools": []},
+            {
+                "type": "mcp_call",
+                "id": "m1",
+                "server_label": "docs",
+                "name": "find",
+                "arguments": '{"q": "tea"}',
+                "output": "a leaf",
+            },
+            {
+                "type": "mcp_call",
+                "id": "m2",
+                "server_label": "docs",
+                "name": "find",
+                "arguments": "{",
+                "error": {"code": 5},
+            },
+            {"role": "assistant", "content": "It is a leaf."},
+        ],
+        told_as(
+            ("assistant", told_call("docs__find", '{"q": "tea"}')),
+            ("tool", "a leaf"),
+            ("assistant", told_call("docs__find", '{"arguments": "{"}')),
+            ("tool", '{"code": 5}'),
+            ("assistant", "It is a leaf."),
+        ),
+        {"input.mcp_list_tools"},
+    ),
+    "code": (
+        [
+            {
+                "type": "code_interpreter_call",
+                "id": "i1",
+                "code": "1+1",
+                "container_id": "k",
+                "outputs": [{"type": "logs", "logs": "2"}, {"type": "image", "url": "http://a"}],
+            },
+            {"type": "code_interpreter_call", "id": "i2", "code": "1", "outputs": None},
+        ],
+        told_as(
+            ("assistant", told_call("code_interpreter", '{"code": "1+1"}')),
+            (
+                "tool",
+                '[{"type": "logs", "logs": "2"}, "[image left out: this model reads text only]"]',
+            ),
+        ),
+        {"code_interpreter_call.image", "input.code_interpreter_call"},
+    ),
+    "files": (
+        [
+            {
+                "type": "file_search_call",
+                "id": "f1",
+                "queries": ["tea"],
+                "results": [{"filename": "a", "text": "b"}],
+            },
+            {"type": "file_search_call", "id": "f2", "queries": ["tea"], "results": None},
+        ],
+        told_as(
+            ("assistant", told_call("file_search", '{"queries": ["tea"]}')),
+            ("tool", '[{"filename": "a", "text": "b"}]'),
+        ),
+        {"input.file_search_call"},
+    ),
+    "computer": (
+        [
+            {"type": "computer_call", "call_id": "c1", "action": {"type": "screenshot"}},
+            {
+                "type": "computer_call_output",
+                "call_id": "c1",
+                "output": {"type": "computer_screenshot", "image_url": "data:image/png;base64,"},
+            },
+        ],
+        told_as(
+            ("assistant", told_call("computer", '{"type": "screenshot"}')),
+            ("tool", "[image left out: this model reads text only]"),
+        ),
+        {"computer_call_output.computer_screenshot"},
+    ),
+    "without effect": (
+        [
+            {"type": "compaction", "encrypted_content": "Z"},
+            {"type": "web_search_call", "id": "w1", "action": {"type": "search", "query": "tea"}},
+            {"type": "image_generation_call", "id": "g1", "result": "iVBO"},
+        ],
+        "",
+        {"input.compaction", "input.web_search_call", "input.image_generation_call"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_PROVIDERS)
+def test_a_history_of_another_provider_goes_on(serve: Any, name: str) -> None:
+    items, told, left_out = OTHER_PROVIDERS[name]
+    body = {"model": "fake", "input": [USER, *items, USER]}
+
+    async def work() -> None:
+        async with serve() as server:
+            answer = await server.http.post(RESPONSES, json=body)
+            assert answer.status_code == 200, answer.text
+            named = answer.headers.get("x-pensieve-ignored-fields", "")
+            assert set(filter(None, named.split(", "))) == left_out
+            user = told_as(("user", "x"))
+            assert await read(server) == f"{user}{told}{user}<|turn|>assistant\n"
+        async with serve(strict=True) as server:
+            answer = await server.http.post(RESPONSES, json=body)
+            assert answer.status_code == (400 if left_out else 200)
+            assert not left_out or any(field in answer.text for field in left_out)
 
     run(work())
 
@@ -306,7 +458,8 @@ def test_a_format_is_followed(form: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"input": [USER, {"type": "computer_call"}]}, "item 1|computer_call"),
+        ({"input": [USER, {"type": "unheard_call"}]}, "item 1|unheard_call"),
+        ({"input": [USER, {"type": "shell_call", "action": {}}]}, "input.1.function_call.call_id"),
         ({"input": [USER, {"type": ["x"]}]}, "item 1"),
         ({"input": [USER, 5]}, "input.1"),
         ({"input": [{**FUNCTION_CALL, "call_id": 5, "name": None}]}, "input.0.function_call"),

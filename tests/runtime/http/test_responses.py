@@ -273,3 +273,16 @@ def test_what_would_have_no_effect_on_a_response_is_refused(serve: Any) -> None:
                 assert [refused["error"]["param"]] == list(body)
 
     run(work())
+
+
+def test_what_openai_alone_has_is_refused_with_another_way(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            refused = await server.post(f"{RESPONSES}/compact", 404, model="fake", input="x")
+            assert "truncation: auto" in refused["error"]["message"]
+            for name, value in (("metadata", {"a": "b"}), ("items", [{"role": "user"}])):
+                refused = await server.post(CONVERSATIONS, 400, **{name: value})
+                assert refused["error"]["param"] == name
+                assert "conversation" in refused["error"]["message"]
+
+    run(work())

@@ -368,14 +368,14 @@ def state_that_is_lost_untold(monkeypatch):
 
 
 def chunks_behind_the_last_state(monkeypatch):
-    monkeypatch.setattr(Blocks, "_is_usable", lambda self, block: bool(block.tiers))
+    monkeypatch.setattr(Blocks, "_is_usable", lambda self, block, states: bool(block.tiers))
 
 
 def states_behind_a_hole(monkeypatch):
     is_usable = Blocks._is_usable
 
-    def finds_one_behind(self, block):
-        return block.usable_children > 0 or is_usable(self, block)
+    def finds_one_behind(self, block, states):
+        return block.usable_children > 0 or is_usable(self, block, states)
 
     monkeypatch.setattr(Blocks, "_is_usable", finds_one_behind)
 
