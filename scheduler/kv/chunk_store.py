@@ -31,6 +31,7 @@ from .retention import EvictionPolicy
 from .slots import SlotPool
 from .stats import REGRET_S, EvictionStats
 from .victim_sets import VictimSet
+from .whereabouts import shared_only
 
 
 class ChunkStore:
@@ -428,6 +429,7 @@ class ChunkStore:
 
     def drop(self, chunk: Chunk) -> None:
         """Removes an idle chunk from every tier."""
+        here = not shared_only(chunk)
         chunk.staged = False
         slots = chunk.slots
         move = chunk.moving
@@ -444,7 +446,7 @@ class ChunkStore:
                 pool.give(slots[tier])
                 slots[tier] = NO_SLOT
         self.update_victim_set(chunk)
-        self._count_if_dropped(chunk)
+        self._count_if_dropped(chunk, here)
 
     def delete(self, key: ChunkKey) -> None:
         """Drops the key's chunk and the state there, unless a conversation claims the chunk. What a

@@ -11,6 +11,7 @@ from ..types import HOST, ChunkKey
 from .chunk import NO_SLOT, Chunk, State
 from .chunk_store import ChunkStore
 from .piece_keys import COMPUTATION_BYTES, StatePiece, piece_key
+from .whereabouts import shared_only
 
 
 class KeptStates:
@@ -32,8 +33,19 @@ class KeptStates:
     def counts(self) -> dict[str, int]:
         return {"kept": self.kept, "swapped_in": self.swapped_in, "lost": self.lost}
 
+    def has(self, key: ChunkKey | None) -> bool:
+        """True if a tier of this server has the key's state, or it is being read. One that only the
+        shared tier has is often never read."""
+        state = None if key is None else self.by_key.get(key)
+        return state is not None and not all(
+            shared_only(piece) and piece.moving is None for piece in state.pieces
+        )
+
     def keep(self, state: State, pieces: list[Chunk], host_slots: Sequence[int]) -> None:
-        """The copy of the state to these HOST slots, one for each of its new pieces, has begun."""
+        """The copy of the state to these HOST slots, one for each of its new pieces, has begun. It
+        takes the place of one that only the shared tier has."""
+        if state.key is not None and state.key in self.by_key:
+            self.forget(self.by_key[state.key])
         state.pieces = pieces
         keys: Sequence[ChunkKey | None] = [None] * len(pieces)
         if state.key is not None:

@@ -116,21 +116,24 @@ class Admission:
             # The turn's hits get its place in the queue too; otherwise they are evicted before its
             # chunks in lower tiers are read.
             self._queues.await_chunks(turn, [*needs.chunks, *needs.hits], builder.now)
-            latest = None
+            reads: list[Chunk] = []
             for chunk in needs.chunks:
                 # A chunk that was read and evicted is not read twice: HOST cannot keep it until the
                 # others are there.
                 begun = chunk.key not in turn.read and promote(builder.evictor, chunk, drops=True)
                 if begun is False:
                     turn.promotes = False
+                    # a state that is not whole is not waited for
+                    state = chunk.state
+                    reads = [one for one in reads if state is None or one.state is not state]
                     break
-                latest = chunk.key
+                reads.append(chunk)
                 if begun is None:
                     builder.polls = True
                     break
                 turn.read.add(chunk.key)
-            if latest is not None:
-                return latest
+            if reads and reads[-1].key is not None:
+                return reads[-1].key
             needs = self._lookup.look_up(turn, conversation, len(self._queues.rows))
             assert not isinstance(needs, NeedsReads)
         return needs

@@ -87,7 +87,7 @@ class LiveStates:
         """Copies the state to HOST, if HOST has room for all of it."""
         store = self._store
         count = self._states.chunks
-        if state.key in self.kept.by_key or store.host.count < count:
+        if self.kept.has(state.key) or store.host.count < count:
             return
         pieces = [Chunk(state.end, NO_SLOT, builder.now) for _ in range(count)]
         value = store.policy.value(pieces[0], builder.now)

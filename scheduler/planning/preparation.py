@@ -144,8 +144,10 @@ class Preparation:
         yield 1 + len(queues.waiting) // LOOKED_AT
         self._order.arrived(turn, there)
         queues.enqueue(turn)
-        if missing and self._sharing is not None:
-            self._sharing.look_for(turn, missing)
+        if self._sharing is not None:
+            states = self._lookup.states
+            last_state = 0 if states is None else states.last_end(turn, conversation)
+            self._sharing.look_for(turn, missing, last_state)
 
     def _missing(
         self, turn: Turn, keys: Sequence[ChunkKey], first: int, chunks: Iterable[Chunk | None]

@@ -3,7 +3,7 @@ the chunks that a request in the queue misses (docs/use/shared-kv.md)."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice, takewhile
@@ -159,22 +159,40 @@ class Sharing(TierWriter):
 
     # -- reading
 
-    def look_for(self, turn: Turn, missing: Sequence[tuple[ChunkKey, int]]) -> None:
-        """The turn joins the queue. `missing`: keys and ends of its chunks in no tier here."""
-        if len(missing) * self._size >= self._least:
-            states = self._possible_states(turn, missing)
+    def look_for(
+        self, turn: Turn, missing: Sequence[tuple[ChunkKey, int]], last_state: int
+    ) -> None:
+        """The turn joins the queue. `missing`: keys and ends of its chunks in no tier here.
+        `last_state`: where the last state here ends from which the turn could begin."""
+        states = self._possible_states(turn, missing, last_state)
+        computed = len(missing) * self._size
+        if self._kept is not None:
+            computed = max(computed, len(states) * self._kept.config.multiple)
+        if computed >= max(1, self._least):
             keys = (key for key, _ in missing)
             number = self._tier.find([*keys, *(state_key(key) for key, _ in states)])
             self._to_read[number] = (turn, list(missing), states)
             self._waiting[turn] = inf
 
-    def _possible_states(self, turn: Turn, missing: Sequence[tuple[ChunkKey, int]]) -> _KeysAndEnds:
-        """Where a state may be among the missing chunks from which the turn could begin."""
+    def _possible_states(
+        self, turn: Turn, missing: Sequence[tuple[ChunkKey, int]], last_state: int
+    ) -> _KeysAndEnds:
+        """Where a state may be that the turn could use: among the missing chunks, and behind the
+        last state here, where even tokens whose KV is here are computed."""
         if self._kept is None or turn.context_start:
             return []
         multiple = self._kept.config.multiple
-        count = len(turn.tokens)
-        return [(key, end) for key, end in missing if end % multiple == 0 and end < count]
+        every = multiple // self._size
+        ends = {end for _, end in missing}
+        pending = self._store.pending
+        places = zip(
+            turn.keys[every - 1 :: every], range(multiple, len(turn.tokens), multiple), strict=False
+        )
+        return [
+            (key, end)
+            for key, end in places
+            if end in ends or (end > last_state and key not in pending)
+        ]
 
     def awaits(self, turn: Turn, now: float) -> bool:
         """True if the turn, which could join, waits for the answer to its find."""
@@ -201,18 +219,27 @@ class Sharing(TierWriter):
             hits = [self._store.learn(key, end, now) for (key, end), stored in piece if stored]
             self._queues.await_chunks(turn, hits, now)
             yield len(piece)
-        hit = [state for state, stored in zip(states, there[len(keys) :], strict=False) if stored]
-        if hit and self._is_queued(turn):
-            yield self._learn_state(turn, *hit[-1], now)
+        if self._kept is not None and self._is_queued(turn):
+            gone = [end for (_, end), stored in answer if not stored]
+            hit = [one for one, stored in zip(states, there[len(keys) :], strict=False) if stored]
+            for key, end in self._useful(hit, gone):
+                if key not in self._kept.by_key and self._is_queued(turn):
+                    learned = self._kept.learn(key, end, now)
+                    yield self._queues.await_chunks(turn, learned, now)
         del self._waiting[turn]
 
-    def _learn_state(self, turn: Turn, key: ChunkKey, end: int, now: float) -> int:
-        """Of all states in the store the last one saves most. A hole of KV before it needs none:
-        the store has the KV, or the hole is computed from a state that is here."""
-        assert self._kept is not None
-        if key in self._kept.by_key:
-            return 1
-        return self._queues.await_chunks(turn, self._kept.learn(key, end, now), now)
+    def _useful(self, states: _KeysAndEnds, gone: Sequence[int]) -> _KeysAndEnds:
+        """Those of the states in the store that can save anything: the last one, and the last one
+        before each hole of KV, from which the hole is computed. `gone`: the ends of the chunks that
+        the store lacks, ascending. A hole at the start needs no state."""
+        ends = [end for _, end in states]
+        holes = [
+            end - self._size
+            for end, before in zip(gone, (0, *gone), strict=False)
+            if end - self._size != before
+        ]
+        places = {bisect_right(ends, place) - 1 for place in (*holes, inf)}
+        return [states[place] for place in sorted(places) if place >= 0]
 
     def _is_queued(self, turn: Turn) -> bool:
         waiting = self._queues.waiting

@@ -108,9 +108,9 @@ class StateLookup:
 
         Of all states that the last span could begin at, the cheapest is taken.
         """
-        states = self._states(turn, conversation, base, keys)
+        states = self._states(turn, conversation, base, keys, self._kept.can_swap_in)
         if turn.promotes and self._lower:
-            below = self._states(turn, conversation, base, keys, below=True)
+            below = self._states(turn, conversation, base, keys, self._kept.can_read)
             reads = self._reads(turn, base, holes, hits, to_read, rows, states, below)
             if reads is not None:
                 return reads
@@ -150,10 +150,11 @@ class StateLookup:
             if way.seconds > computed.seconds:
                 continue
             outside = _outside(ends, way.runs, self._size)
-            reads = [chunk for first, end in outside for chunk in chunks[first:end]]
             pieces = [piece for state in way.states for piece in state.pieces]
             missing_pieces = [piece for piece in pieces if piece.slots[HOST] == NO_SLOT]
-            reads += [piece for piece in missing_pieces if piece.moving is None]
+            # the pieces first: if HOST has no room for them, no KV is read in vain
+            reads = [piece for piece in missing_pieces if piece.moving is None]
+            reads += [chunk for first, end in outside for chunk in chunks[first:end]]
             if reads:
                 return NeedsReads(reads, [*hits, *pieces])
             return missing_pieces[-1].key if missing_pieces else None
@@ -225,26 +226,32 @@ class StateLookup:
         keys = turn.keys[every - 1 :: every] if by_key else []
         return next((by_key[key].pieces for key in reversed(keys) if key in by_key), ())
 
+    def last_end(self, turn: Turn, conversation: Conversation | None) -> int:
+        """Where the last state ends from which the turn could begin, also one that is still on the
+        GPU; the context's start if there is none."""
+        base = turn.context_start
+        states = self._states(turn, conversation, base, turn.keys, _is_here)
+        return max(states, default=base)
+
     def _states(
         self,
         turn: Turn,
         conversation: Conversation | None,
         base: int,
         keys: list[ChunkKey],
-        below: bool = False,
+        usable: Callable[[State], bool],
     ) -> dict[int, State]:
-        """The states on HOST, with `below` also the states in lower tiers, by their ends,
-        ascending."""
+        """Those of the states here from which the turn could begin and that are `usable`, by their
+        ends, ascending."""
         states: dict[int, State] = {}
         if not self._reuse:
             return states
-        kept = self._kept
-        usable = kept.can_read if below else kept.can_swap_in
-        if kept.by_key:
+        by_key = self._kept.by_key
+        if by_key:
             multiple = self._config.multiple
             every = multiple // self._size
             for number, key in enumerate(keys[every - 1 :: every], 1):
-                state = kept.by_key.get(key)
+                state = by_key.get(key)
                 # a record may have come with another position
                 if state is not None and state.end == number * multiple and usable(state):
                     states[state.end] = state
@@ -298,6 +305,11 @@ class StateLookup:
         computed if it is not read."""
         state = self._kept.by_key.get(key)
         return state is not None and not _is_shared(state)
+
+
+def _is_here(state: State) -> bool:
+    """True if the state is in a tier, or on the GPU on its way to HOST."""
+    return not state.unwanted and (bool(state.pieces) or state.slot != NO_SLOT)
 
 
 def _is_shared(state: State) -> bool:

@@ -3,6 +3,7 @@ every piece that is read."""
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from dataclasses import replace
 from math import inf
@@ -10,7 +11,7 @@ from math import inf
 import pytest
 
 from pensieve.scheduler.kv.chunk import NO_SLOT
-from pensieve.scheduler.kv.shared_tier import SharedTier
+from pensieve.scheduler.kv.shared_tier import GATHERING_PLANS, SharedTier
 from pensieve.scheduler.kv.states import KeptStates
 from pensieve.scheduler.planning import admission
 from pensieve.scheduler.planning.promotions import promote
@@ -107,6 +108,37 @@ def test_the_state_before_one_that_is_gone_is_read():
     served.drain()
 
 
+def kv_keys(served):
+    """Keys of the prompt's chunks, which the store has."""
+    keys = []
+    served.scheduler._chunk_keys.extend(keys, 0, b"", array("i", PROMPT), 28)
+    return keys
+
+
+@pytest.mark.parametrize(
+    "gone, spans",
+    [
+        (slice(4, 5), [(16, 20), (24, 30)]),
+        (slice(5, 6), [(16, 30)]),
+        (slice(4, None), [(16, 30)]),
+    ],
+)
+def test_an_earlier_state_is_read_for_a_hole_of_kv(gone, spans):
+    served = written()
+    for key in kv_keys(served)[gone]:
+        del served.device.shared[key]
+    assert served.spans(PROMPT) == spans
+    served.drain()
+
+
+def test_a_hole_of_kv_at_the_start_needs_no_earlier_state():
+    served = written()
+    del served.device.shared[kv_keys(served)[0]]
+    assert served.spans(PROMPT) == [(0, 4), (24, 30)]
+    assert served.counts["states promoted"] == 1
+    served.drain()
+
+
 def test_kv_is_not_read_where_no_state_is():
     served = written()
     for key in served.states:
@@ -122,6 +154,55 @@ def test_a_slow_store_is_not_read():
     assert served.spans(PROMPT) == [(0, 30)]
     served.run_until(lambda: served.here == [16, 24])
     assert served.counts["shared promoted"] == 0
+    served.drain()
+
+
+def test_a_state_that_is_gone_is_read_though_its_kv_is_here():
+    served = SharedStates()
+    served.turn(PROMPT, 4)
+    served.settle()
+    served.lose_states(24)
+    assert served.here == [16]
+    served.now += 5.0
+    assert served.spans(PROMPT) == [(24, 30)]
+    served.lose(lambda idle: [chunk for chunk in idle if chunk.state is not None])
+    assert served.spans(PROMPT) == [(24, 30)]
+    assert served.counts["shared promoted"] == 4, "no KV is read"
+    served.drain()
+
+
+def test_the_store_is_not_asked_for_a_state_that_is_here():
+    served = SharedStates()
+    served.turn(PROMPT, 4, "a")
+    served.settle()
+    served.answers = False
+    assert served.spans([*served.logs["a"], 1], 4, "a") == [(33, 35)]
+    assert not served.device.questions
+    served.answers = True
+    served.drain()
+
+
+def test_a_fetch_that_is_not_made_drops_nothing():
+    served = written()
+    served.read_s = 1e3
+    dropped = served.scheduler._store.dropped
+    assert served.spans(PROMPT) == [(0, 30)]
+    assert served.scheduler._store.dropped == dropped
+    served.drain()
+
+
+def test_a_computed_state_is_kept_while_a_request_awaits_the_stores_copy():
+    served = written(max_num_seqs=1)
+    served.read_s = 1e3
+    busy = served.submit(OTHER, 30)
+    served.launch()
+    first = served.submit([*PROMPT, 1], 2, marks=(30,))
+    served.run_until(lambda: 24 in served.here)
+    second, third = (served.submit([*PROMPT, last], 2, marks=(30,)) for last in (2, 3))
+    served.run(busy)
+    served.computed = []
+    served.run(first, second, third)
+    assert served.joined() == [(0, 31), (24, 31), (24, 31)]
     served.drain()
 
 
@@ -162,12 +243,19 @@ def refuse_last_pieces(monkeypatch):
     monkeypatch.setattr(admission, "promote", refuses)
 
 
-def test_a_read_that_host_has_no_room_for_is_given_up(monkeypatch):
+def test_nothing_is_read_or_awaited_if_host_has_no_room_for_the_state(monkeypatch):
     """All but one of the state's pieces have begun."""
     served = written()
     refuse_last_pieces(monkeypatch)
-    assert served.spans(PROMPT) == [(0, 30)]
+    before = served.device.step
+    served.computed = []
+    request = served.submit(PROMPT, 4)
+    served.run_until(lambda: served.computed)
+    assert served.device.step - before < GATHERING_PLANS
+    served.run(request)
+    assert served.joined() == [(0, 30)]
     served.settle()
+    assert served.counts["shared promoted"] == 0
     store = served.scheduler._store
     assert not served.reading() and not store.shared._moves and not store.shared._gathering
     assert store.lower.reading == 0
@@ -252,11 +340,11 @@ def pieces_of_another_state(monkeypatch):
     )
     states = StateLookup._states
 
-    def moved(self, *args, **kwargs):
-        right = states(self, *args, **kwargs)
+    def moved(self, *args):
+        right = states(self, *args)
         every = self._config.multiple
         moved = {one.end: one for one in self._kept.by_key.values() if one.end % every == 0}
-        usable = self._kept.can_read if kwargs.get("below") else self._kept.can_swap_in
+        usable = args[-1]
         return right | {end: one for end, one in moved.items() if usable(one)}
 
     monkeypatch.setattr(StateLookup, "_states", moved)
