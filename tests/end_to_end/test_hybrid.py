@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import zipfile
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -339,9 +340,11 @@ class Moving(Chatter):
     spoil = staticmethod(lambda files: None)
     folder: Path
 
-    def restart(self):
+    def _stats(self):
         shared = self.executor.shared_counters
-        self.counts.update(rejected=shared.rejected, late=shared.late)
+        return super()._stats() + Counter(rejected=shared.rejected, late=shared.late)
+
+    def restart(self):
         super().restart()
         files = [file for file in self.folder.rglob("*") if file.name.endswith(b"state".hex())]
         self.counts["state files"] += len(files)
@@ -381,9 +384,11 @@ def pieces_exchanged(files):
 @pytest.mark.parametrize("spoil", [None, removed, damaged, exchanged, pieces_exchanged])
 def test_replies_of_conversations_that_move(model, tmp_path, spoil, monkeypatch):
     """Server after server has the store alone. What is wrong there is computed again."""
-    counts = move(model, tmp_path, monkeypatch, spoil, ["fetched"] if spoil is None else [])
+    is_found = spoil not in (None, removed)
+    events = ["rejected"] if is_found else ["fetched"] if spoil is None else []
+    counts = move(model, tmp_path, monkeypatch, spoil, events)
     assert counts["restarted"] == 4 and counts["state files"] > 0
-    assert (counts["rejected"] > 0) == (spoil not in (None, removed)), counts
+    assert (counts["rejected"] > 0) == is_found, counts
 
 
 def test_replies_of_conversations_whose_states_come_late(model, tmp_path, monkeypatch):
