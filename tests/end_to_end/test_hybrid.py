@@ -384,11 +384,11 @@ def pieces_exchanged(files):
 @pytest.mark.parametrize("spoil", [None, removed, damaged, exchanged, pieces_exchanged])
 def test_replies_of_conversations_that_move(model, tmp_path, spoil, monkeypatch):
     """Server after server has the store alone. What is wrong there is computed again."""
-    is_found = spoil not in (None, removed)
-    events = ["rejected"] if is_found else ["fetched"] if spoil is None else []
+    rejects = spoil not in (None, removed)
+    events = ["rejected"] if rejects else ["fetched"] if spoil is None else []
     counts = move(model, tmp_path, monkeypatch, spoil, events)
     assert counts["restarted"] == 4 and counts["state files"] > 0
-    assert (counts["rejected"] > 0) == is_found, counts
+    assert (counts["rejected"] > 0) == rejects, counts
 
 
 def test_replies_of_conversations_whose_states_come_late(model, tmp_path, monkeypatch):
