@@ -20,6 +20,7 @@ from .body_base import Affinity, Body, ConversationId, NonEmpty, with_whole_pair
 from .chat_messages import (
     MOST_MESSAGES,
     AllowedFunctionsChoice,
+    ChosenFunctions,
     Message,
     NamedTool,
     TemplateVariables,
@@ -414,7 +415,7 @@ class ChatBody(ChoicesBody):
     logprobs: bool = False
     top_logprobs: int | None = None
     tools: list[Tool] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedFunctionsChoice = "auto"
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunctions = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     reasoning_effort: NonEmpty | None = None
@@ -440,15 +441,13 @@ class ChatBody(ChoicesBody):
                 "tools",
             )
         given = self.tool_choice
-        chosen = [given] if isinstance(given, NamedTool) else []
+        chosen = [given.function.name] if isinstance(given, NamedTool) else []
         if isinstance(given, AllowedFunctionsChoice):
-            chosen = given.allowed_tools.tools
-        for tool in chosen:
-            if tool.function.name not in names:
+            chosen = [tool.function.name for tool in given.allowed_tools.tools]
+        for name in chosen:
+            if name not in names:
                 raise RequestError(
-                    ErrorKind.INVALID,
-                    f"tool_choice names {tool.function.name!r}, no tool",
-                    "tool_choice",
+                    ErrorKind.INVALID, f"tool_choice names {name!r}, no tool", "tool_choice"
                 )
         callable_tools, choice = self._chosen()
         if choice == "required" and not callable_tools:

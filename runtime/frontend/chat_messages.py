@@ -206,11 +206,26 @@ class NamedTool(Body):
     function: FunctionName
 
 
+class AllowedName(FunctionName):
+    @classmethod
+    def _ignore(cls, name: str, ignored: list[str] | None) -> None:
+        """Nothing: clients repeat the whole function, and its name says which it is."""
+
+
+class AllowedFunction(Body):
+    type: Literal["function"]
+    function: AllowedName
+
+    @classmethod
+    def _ignore(cls, name: str, ignored: list[str] | None) -> None:
+        """Nothing, as in `AllowedName`."""
+
+
 class AllowedFunctions(Body):
     """`tools`: the tools that a reply may call, of those of the request."""
 
     mode: Literal["auto", "required"]
-    tools: list[NamedTool]
+    tools: list[AllowedFunction]
 
 
 class AllowedFunctionsChoice(Body):
@@ -218,6 +233,9 @@ class AllowedFunctionsChoice(Body):
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedFunctions
+
+
+ChosenFunctions = Annotated[NamedTool | AllowedFunctionsChoice, Field(discriminator="type")]
 
 
 class Message(Body):
