@@ -19,7 +19,7 @@ from pydantic import (
 
 from ...scheduler.types import ErrorKind, RequestError
 from ..text.template_form import THOUGHTS
-from .body_base import Body, NonEmpty, with_whole_pairs
+from .body_base import Body, NonEmpty, leave_out, with_whole_pairs
 from .other_providers import result_texts, told
 
 DEEPEST = 200  # levels of a tool call's arguments; bodies have as many at most
@@ -201,6 +201,12 @@ class Tool(Body):
         }
 
 
+def _id_in_old_form(named: Any) -> str:
+    """The id of a call, or of a result: in OpenAI's form before tools only the function's name
+    joins the two."""
+    return f"call_{named.get('name') if isinstance(named, dict) else None}"
+
+
 class NamedTool(Body):
     type: Literal["function"]
     function: FunctionName
@@ -258,12 +264,30 @@ class Message(Body):
     @classmethod
     def _parts_of_replies(cls, message: Any, info: ValidationInfo) -> Any:
         """Other servers' replies have thoughts among their parts, and a refusal there or beside
-        them."""
-        if not isinstance(message, dict) or message.get("role") != "assistant":
+        them. Some have what is no text, or a call in the form that OpenAI had before tools."""
+        if not isinstance(message, dict):
             return message
+        message = _without_nulls(message)
+        if message.get("role") == "function":
+            return message | {"role": "tool", "tool_call_id": _id_in_old_form(message)}
+        if message.get("role") != "assistant":
+            return message
+        for name in ("annotations", "audio"):
+            if message.pop(name, None):
+                leave_out(f"messages.{name}", info.context)
+        if call := message.pop("function_call", None):
+            if message.get("tool_calls"):
+                leave_out("messages.function_call", info.context)
+            else:
+                id = _id_in_old_form(call)
+                message["tool_calls"] = [{"id": id, "type": "function", "function": call}]
         content = message.get("content")
-        if not content and message.get("refusal") is not None:
-            return {**message, "content": message["refusal"], "refusal": None}
+        refusal = message.pop("refusal", None)
+        if not content and refusal is not None:
+            return message | {"content": refusal}
+        if refusal:
+            parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            content = [*parts, {"type": "refusal", "refusal": refusal}]
         if not isinstance(content, list):
             return message
         thoughts, parts = [], []
