@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from ...scheduler.types import ErrorKind, RequestError, check_logprobs
 from ..text.tokenizer import Tokenizer
@@ -26,6 +26,7 @@ from .chat_messages import (
     TemplateVariables,
     Thinking,
     Tool,
+    few_calls,
     with_thinking,
 )
 from .generate import Generate
@@ -410,7 +411,9 @@ class ChatBody(ChoicesBody):
         "web_search_options": (),
     }
 
-    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
+    messages: Annotated[list[Message], BeforeValidator(few_calls)] = Field(
+        min_length=1, max_length=MOST_MESSAGES
+    )
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None

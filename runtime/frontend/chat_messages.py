@@ -25,7 +25,6 @@ from .other_providers import result_texts, told
 DEEPEST = 200  # levels of a tool call's arguments; bodies have as many at most
 MOST_MESSAGES = 16384  # of one dialogue: other requests wait while each is checked
 
-
 SET_BY_SERVER = frozenset({"add_generation_prompt", "messages", "tools"})
 
 
@@ -47,6 +46,24 @@ def with_thinking(
         thinking = False
     switched = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
     return variables | switched | ({} if effort is None else {"reasoning_effort": effort})
+
+
+def few_calls(messages: Any) -> Any:
+    """Returns the messages as a client sent them. Raises RequestError (INVALID) if they have more
+    calls and results than a dialogue may have messages: each takes as long to check as one."""
+    calls = 0
+    for message in messages if isinstance(messages, list) else ():
+        for field in ("content", "tool_calls"):
+            parts = message.get(field) if isinstance(message, dict) else None
+            if isinstance(parts, list):
+                texts = sum(isinstance(part, dict) and part.get("type") == "text" for part in parts)
+                calls += len(parts) - texts
+    if calls > MOST_MESSAGES:
+        raise RequestError(
+            ErrorKind.INVALID,
+            f"at most {MOST_MESSAGES} calls and results are allowed in one body, not {calls}",
+        )
+    return messages
 
 
 def text_only(content: Any, *kinds: str) -> Any:

@@ -20,16 +20,20 @@ import httpx
 import pytest
 
 from pensieve.runtime.frontend import grammar_check
+from pensieve.runtime.frontend.bodies import ChatBody, parse
 from pensieve.runtime.frontend.chat_messages import MOST_MESSAGES
 from pensieve.runtime.frontend.engine_client import EngineClient
 from pensieve.runtime.http.app import create_app
 from pensieve.runtime.http.auth import OWNER
 from pensieve.runtime.http.limits import ClientLimit, OpenSequences
+from pensieve.runtime.http.messages import PromptBody
 from pensieve.runtime.http.process import FrontDoor
 from pensieve.runtime.http.settings import DEFAULTS, HTTPSettings, key_digest
+from pensieve.runtime.http.tokenize import TokenizeBody
 from pensieve.runtime.messages import Draining, Fatal, Submit
 from pensieve.runtime.system import children
 from pensieve.runtime.text.tokenizer import Tokenizer
+from pensieve.scheduler.types import RequestError
 
 from .fake_loop import FakeLoop, eventually, ready, say
 
@@ -397,6 +401,32 @@ def test_messages_in_one_body_are_limited() -> None:
         assert (
             refused.status_code == 400 and str(MOST_MESSAGES) in refused.json()["error"]["message"]
         )
+
+
+def test_calls_and_results_in_one_body_are_limited() -> None:
+    """Each takes as long as a message, also if they are blocks of few messages."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
+    half = MOST_MESSAGES // 2
+    asked = {"role": "assistant", "content": ""}
+    user = {"role": "user", "content": [{"type": "text", "text": "x"}] * (MOST_MESSAGES + 1)}
+
+    def chat(calls: int) -> list[Any]:
+        return [user, {**asked, "tool_calls": [call] * half}, {**asked, "tool_calls": [call] * calls}]
+
+    def blocks(results: int) -> list[Any]:
+        return [
+            user,
+            {"role": "assistant", "content": [use] * half},
+            {"role": "user", "content": [result] * results},
+        ]
+
+    for kind, messages in ((ChatBody, chat), (TokenizeBody, chat), (PromptBody, blocks)):
+        parse(kind, json.dumps({"model": "fake", "messages": messages(half)}).encode())
+        with pytest.raises(RequestError, match=f"{MOST_MESSAGES} calls and results") as refused:
+            parse(kind, json.dumps({"model": "fake", "messages": messages(half + 1)}).encode())
+        assert refused.value.subject == "messages"
 
 
 # -- readiness
