@@ -12,7 +12,14 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from ...scheduler.types import ErrorKind, RequestError, check_logprobs
 from ..text.tokenizer import Tokenizer

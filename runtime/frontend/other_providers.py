@@ -140,7 +140,8 @@ def result_texts(content: Any, text: str, where: str, ignored: list[str] | None)
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and (kind in MEDIA or kind in REFERENCES):
-            part = {"type": text, "text": told(part, where, ignored)}
+            marker = {"cache_control": part["cache_control"]} if "cache_control" in part else {}
+            part = {"type": text, "text": told(part, where, ignored), **marker}
         parts.append(part)
     return parts
 

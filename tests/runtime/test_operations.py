@@ -416,7 +416,11 @@ def test_calls_and_results_in_one_body_are_limited() -> None:
     user = {"role": "user", "content": [{"type": "text", "text": "x"}] * (MOST_MESSAGES + 1)}
 
     def chat(calls: int) -> list[Any]:
-        return [user, {**asked, "tool_calls": [call] * half}, {**asked, "tool_calls": [call] * calls}]
+        return [
+            user,
+            {**asked, "tool_calls": [call] * half},
+            {**asked, "tool_calls": [call] * calls},
+        ]
 
     def blocks(results: int) -> list[Any]:
         return [

@@ -593,7 +593,10 @@ def test_images_that_tools_return_do_not_end_a_session(ask: Callable[..., Any]) 
             },
             {"content": "ok", "reasoning_content": "hm"},
         ),
-        ({"content": "ok", "annotations": [], "audio": None, "function_call": {}}, {"content": "ok"}),
+        (
+            {"content": "ok", "annotations": [], "audio": None, "function_call": {}},
+            {"content": "ok"},
+        ),
     ],
 )
 def test_parts_of_other_servers_replies_are_read(reply: Any, own: Any) -> None:
