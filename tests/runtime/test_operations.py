@@ -412,14 +412,14 @@ def test_calls_and_results_in_one_body_are_limited() -> None:
     use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
     half = MOST_MESSAGES // 2
-    asked = {"role": "assistant", "content": ""}
+    reply = {"role": "assistant", "content": ""}
     user = {"role": "user", "content": [{"type": "text", "text": "x"}] * (MOST_MESSAGES + 1)}
 
     def chat(calls: int) -> list[Any]:
         return [
             user,
-            {**asked, "tool_calls": [call] * half},
-            {**asked, "tool_calls": [call] * calls},
+            {**reply, "tool_calls": [call] * half},
+            {**reply, "tool_calls": [call] * calls},
         ]
 
     def blocks(results: int) -> list[Any]:

@@ -632,8 +632,8 @@ def test_calls_in_the_old_form_are_read() -> None:
         {"role": "assistant", "content": None, "function_call": call},
         {"role": "function", "name": "f", "content": "b"},
     ]
-    asked, answered = (Message.model_validate(message).for_template() for message in messages)
-    assert asked == {
+    calling, answered = (Message.model_validate(message).for_template() for message in messages)
+    assert calling == {
         "role": "assistant",
         "content": "",
         "tool_calls": [
