@@ -12,7 +12,14 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from ...scheduler.types import ErrorKind, RequestError, check_logprobs
 from ..text.tokenizer import Tokenizer
@@ -20,11 +27,13 @@ from .body_base import Affinity, Body, ConversationId, NonEmpty, with_whole_pair
 from .chat_messages import (
     MOST_MESSAGES,
     AllowedFunctionsChoice,
+    ChosenFunctions,
     Message,
     NamedTool,
     TemplateVariables,
     Thinking,
     Tool,
+    few_calls,
     with_thinking,
 )
 from .generate import Generate
@@ -409,12 +418,14 @@ class ChatBody(ChoicesBody):
         "web_search_options": (),
     }
 
-    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
+    messages: Annotated[list[Message], BeforeValidator(few_calls)] = Field(
+        min_length=1, max_length=MOST_MESSAGES
+    )
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
     tools: list[Tool] = Field(default_factory=list)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedFunctionsChoice = "auto"
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunctions = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     reasoning_effort: NonEmpty | None = None
@@ -440,15 +451,13 @@ class ChatBody(ChoicesBody):
                 "tools",
             )
         given = self.tool_choice
-        chosen = [given] if isinstance(given, NamedTool) else []
+        chosen = [given.function.name] if isinstance(given, NamedTool) else []
         if isinstance(given, AllowedFunctionsChoice):
-            chosen = given.allowed_tools.tools
-        for tool in chosen:
-            if tool.function.name not in names:
+            chosen = [tool.function.name for tool in given.allowed_tools.tools]
+        for name in chosen:
+            if name not in names:
                 raise RequestError(
-                    ErrorKind.INVALID,
-                    f"tool_choice names {tool.function.name!r}, no tool",
-                    "tool_choice",
+                    ErrorKind.INVALID, f"tool_choice names {name!r}, no tool", "tool_choice"
                 )
         callable_tools, choice = self._chosen()
         if choice == "required" and not callable_tools:

@@ -19,12 +19,11 @@ from pydantic import (
 
 from ...scheduler.types import ErrorKind, RequestError
 from ..text.template_form import THOUGHTS
-from .body_base import Body, NonEmpty, with_whole_pairs
+from .body_base import Body, NonEmpty, leave_out, with_whole_pairs
 from .other_providers import result_texts, told
 
 DEEPEST = 200  # levels of a tool call's arguments; bodies have as many at most
 MOST_MESSAGES = 16384  # of one dialogue: other requests wait while each is checked
-
 
 SET_BY_SERVER = frozenset({"add_generation_prompt", "messages", "tools"})
 
@@ -47,6 +46,24 @@ def with_thinking(
         thinking = False
     switched = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
     return variables | switched | ({} if effort is None else {"reasoning_effort": effort})
+
+
+def few_calls(messages: Any) -> Any:
+    """Returns the messages as a client sent them. Raises RequestError (INVALID) if they have more
+    calls and results than a dialogue may have messages: each takes as long to check as one."""
+    calls = 0
+    for message in messages if isinstance(messages, list) else ():
+        for field in ("content", "tool_calls"):
+            parts = message.get(field) if isinstance(message, dict) else None
+            if isinstance(parts, list):
+                texts = sum(isinstance(part, dict) and part.get("type") == "text" for part in parts)
+                calls += len(parts) - texts
+    if calls > MOST_MESSAGES:
+        raise RequestError(
+            ErrorKind.INVALID,
+            f"at most {MOST_MESSAGES} calls and results are allowed in one body, not {calls}",
+        )
+    return messages
 
 
 def text_only(content: Any, *kinds: str) -> Any:
@@ -201,16 +218,37 @@ class Tool(Body):
         }
 
 
+def _id_in_old_form(named: Any) -> str:
+    """The id of a call, or of a result: in OpenAI's form before tools only the function's name
+    joins the two."""
+    return f"call_{named.get('name') if isinstance(named, dict) else None}"
+
+
 class NamedTool(Body):
     type: Literal["function"]
     function: FunctionName
+
+
+class AllowedName(FunctionName):
+    @classmethod
+    def _ignore(cls, name: str, ignored: list[str] | None) -> None:
+        """Nothing: clients repeat the whole function, and its name says which it is."""
+
+
+class AllowedFunction(Body):
+    type: Literal["function"]
+    function: AllowedName
+
+    @classmethod
+    def _ignore(cls, name: str, ignored: list[str] | None) -> None:
+        """Nothing, as in `AllowedName`."""
 
 
 class AllowedFunctions(Body):
     """`tools`: the tools that a reply may call, of those of the request."""
 
     mode: Literal["auto", "required"]
-    tools: list[NamedTool]
+    tools: list[AllowedFunction]
 
 
 class AllowedFunctionsChoice(Body):
@@ -218,6 +256,9 @@ class AllowedFunctionsChoice(Body):
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedFunctions
+
+
+ChosenFunctions = Annotated[NamedTool | AllowedFunctionsChoice, Field(discriminator="type")]
 
 
 class Message(Body):
@@ -240,12 +281,30 @@ class Message(Body):
     @classmethod
     def _parts_of_replies(cls, message: Any, info: ValidationInfo) -> Any:
         """Other servers' replies have thoughts among their parts, and a refusal there or beside
-        them."""
-        if not isinstance(message, dict) or message.get("role") != "assistant":
+        them. Some have what is no text, or a call in the form that OpenAI had before tools."""
+        if not isinstance(message, dict):
             return message
+        message = _without_nulls(message)
+        if message.get("role") == "function":
+            return message | {"role": "tool", "tool_call_id": _id_in_old_form(message)}
+        if message.get("role") != "assistant":
+            return message
+        for name in ("annotations", "audio"):
+            if message.pop(name, None):
+                leave_out(f"messages.{name}", info.context)
+        if call := message.pop("function_call", None):
+            if message.get("tool_calls"):
+                leave_out("messages.function_call", info.context)
+            else:
+                id = _id_in_old_form(call)
+                message["tool_calls"] = [{"id": id, "type": "function", "function": call}]
         content = message.get("content")
-        if not content and message.get("refusal") is not None:
-            return {**message, "content": message["refusal"], "refusal": None}
+        refusal = message.pop("refusal", None)
+        if not content and refusal is not None:
+            return message | {"content": refusal}
+        if refusal:
+            parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            content = [*parts, {"type": "refusal", "refusal": refusal}]
         if not isinstance(content, list):
             return message
         thoughts, parts = [], []

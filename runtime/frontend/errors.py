@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 1  # sent to clients with errors that pass by themselves
 MOST_LOGGED = 200  # characters of a path and of a reason
 ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_VERSION = "anthropic-version"  # a header that Anthropic's clients send
 STATUS = {
     ErrorKind.INVALID: 400,
     ErrorKind.UNAUTHENTICATED: 401,
@@ -70,10 +71,13 @@ def logged_reason(error: RequestError) -> str:
     return (beginning if " " in beginning else error.message)[:MOST_LOGGED]
 
 
-def error_response(error: RequestError, path: str, status: int | None = None) -> JSONResponse:
+def error_response(
+    error: RequestError, path: str, status: int | None = None, *, to_anthropics: bool = False
+) -> JSONResponse:
     """The answer to a request for `path`: below `ANTHROPIC_PATH` in Anthropic's form. It is logged.
 
-    `status`: another one than that of the error's kind.
+    `status`: another one than that of the error's kind. `to_anthropics`: to a client of
+    Anthropic's, which reads Anthropic's form from each path.
     """
     status = STATUS[error.kind] if status is None else status
     fields = {"status": status, "path": path[:MOST_LOGGED], "reason": logged_reason(error)}
@@ -83,5 +87,6 @@ def error_response(error: RequestError, path: str, status: int | None = None) ->
         and error.code != INSUFFICIENT_QUOTA
     )
     headers = {"retry-after": str(RETRY_SECONDS)} if passes else None
-    form = anthropic_error_object if path.startswith(ANTHROPIC_PATH) else error_object
+    to_anthropics = to_anthropics or path.startswith(ANTHROPIC_PATH)
+    form = anthropic_error_object if to_anthropics else error_object
     return JSONResponse(form(error), status, headers)

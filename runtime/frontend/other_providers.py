@@ -80,7 +80,7 @@ CALL_BLOCKS = {
 class ReadCall(NamedTuple):
     """What the model reads of an item or block.
 
-    id         of the call; None: the item has none
+    id         of the call; empty or None: the item has none
     name       of the tool
     arguments  None: it is no call
     result     None: it has none
@@ -95,7 +95,7 @@ class ReadCall(NamedTuple):
 def read_call(item: dict[str, Any], fields: CallFields, ignored: list[str] | None) -> ReadCall:
     """Returns what the model reads of the item. `ignored`: as for `leave_out`."""
     ids = (item.get(name) for name in ("call_id", "tool_use_id", "id"))
-    id = next((given for given in ids if given is not None), None)
+    id = next((given for given in ids if given), None)
     server = item.get("server_label", item.get("server_name"))
     name = fields.name or item.get("name")
     if isinstance(server, str) and isinstance(name, str):
@@ -140,7 +140,8 @@ def result_texts(content: Any, text: str, where: str, ignored: list[str] | None)
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and (kind in MEDIA or kind in REFERENCES):
-            part = {"type": text, "text": told(part, where, ignored)}
+            marker = {"cache_control": part["cache_control"]} if "cache_control" in part else {}
+            part = {"type": text, "text": told(part, where, ignored), **marker}
         parts.append(part)
     return parts
 

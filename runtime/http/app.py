@@ -33,7 +33,7 @@ from ..conversations.turns import TurnManager, Turns
 from ..frontend.bodies import ChatBody, CompletionBody
 from ..frontend.calls import GenerationCall, answering
 from ..frontend.engine_client import ClientGone, EngineClient, EngineStreams, OutputStream
-from ..frontend.errors import error_response
+from ..frontend.errors import ANTHROPIC_VERSION, error_response
 from ..frontend.generate import Generate
 from ..frontend.reply import Reply
 from ..frontend.reply_forms import reply_forms
@@ -60,7 +60,7 @@ from .openapi import describe_bodies
 from .page import UI_FILES, add_ui
 from .reply_events import ReplyEvents
 from .request_body import IgnoredFields, read_body, say_ignored
-from .responses import ResponseBody, add_responses, with_stored_items
+from .responses import CountedBody, ResponseBody, add_responses, with_stored_items
 from .sessions import add_sessions
 from .settings import DEFAULTS, HTTPSettings
 from .tokenize import add_tokenize
@@ -285,7 +285,8 @@ def add_layers(
 
     @app.exception_handler(RequestError)
     async def refuse(request: HTTPRequest, error: RequestError) -> Response:
-        return error_response(error, request.url.path)
+        to_anthropics = ANTHROPIC_VERSION in request.headers
+        return error_response(error, request.url.path, to_anthropics=to_anthropics)
 
     @app.exception_handler(HTTPException)
     async def refuse_route(request: HTTPRequest, error: HTTPException) -> Response:
@@ -354,7 +355,7 @@ def add_generation(
 
     @app.post("/v1/responses/input_tokens")
     async def input_tokens(request: HTTPRequest) -> dict[str, Any]:
-        (prompt,) = await prompts_of(ResponseBody, request)
+        (prompt,) = await prompts_of(CountedBody, request)
         return {"object": "response.input_tokens", "input_tokens": len(prompt)}
 
     @app.post("/v1/messages")

@@ -18,6 +18,8 @@ CLAIM = "pensieve.claim"
 SESSIONS = ("session-id", "x-session-id", "x-claude-code-session-id", "x-dynamo-session-id")
 AFFINITY = "x-session-affinity"
 LONGEST_SESSION = 1000  # the same as for a conversation's id
+COMPRESSIONS = frozenset({"br", "compress", "deflate", "gzip", "x-gzip", "zstd"})
+"""In `Content-Encoding`, where some clients write the character set instead."""
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
@@ -148,8 +150,11 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
-        if encoding.lower() not in ("", "identity"):
+        announced = headers.get(b"content-length", b"0")
+        encoding = headers.get(b"content-encoding", b"").decode("latin-1")
+        codings = {coding.strip().lower() for coding in encoding.split(",")}
+        has_body = int(announced) > 0 or b"transfer-encoding" in headers
+        if has_body and codings & COMPRESSIONS:
             error = RequestError(
                 ErrorKind.INVALID,
                 f"the body is compressed ({encoding[:64]}), and this server reads plain JSON only: "
@@ -158,7 +163,6 @@ class BodyLimit:
             )
             await error_response(error, scope["path"], 415)(scope, receive, send)
             return
-        announced = headers.get(b"content-length", b"0")
         if int(announced) > self._most:
             await error_response(self._error(), scope["path"])(scope, receive, send)
             return

@@ -35,6 +35,7 @@ from ..frontend.chat_messages import (
     MessageToolCall,
     NamedTool,
     Thinking,
+    few_calls,
     with_thinking,
 )
 from ..frontend.chat_messages import Tool as ChatTool
@@ -395,6 +396,7 @@ class PromptBody(Body):
         list[
             Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
         ],
+        BeforeValidator(few_calls),
         Field(min_length=1, max_length=MOST_MESSAGES),
     ]
     system: Texts = Field(default_factory=list)

@@ -8,10 +8,9 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 
+from ..frontend.errors import ANTHROPIC_VERSION
 from ..frontend.request_builder import check_model
 from ..messages import Ready
-
-VERSION = "anthropic-version"  # a header that Anthropic's clients send
 
 
 def add_models(app: FastAPI, ready: Ready) -> None:
@@ -22,7 +21,7 @@ def add_models(app: FastAPI, ready: Ready) -> None:
     async def models(request: Request) -> dict[str, Any]:
         names = [ready.model, *ready.aliases]
         data = [described(name, request) for name in names]
-        if VERSION not in request.headers:
+        if ANTHROPIC_VERSION not in request.headers:
             return {"object": "list", "data": data}
         return {"data": data, "first_id": names[0], "last_id": names[-1], "has_more": False}
 
@@ -32,7 +31,7 @@ def add_models(app: FastAPI, ready: Ready) -> None:
         return described(name, request)
 
     def described(name: str, request: Request) -> dict[str, Any]:
-        if VERSION in request.headers:
+        if ANTHROPIC_VERSION in request.headers:
             return {
                 "type": "model",
                 "id": name,

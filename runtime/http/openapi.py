@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 from ..frontend.bodies import ChatBody, CompletionBody
 from .conversations import Lifetime, NewConversation, Pin
 from .messages import MessageBody, PromptBody
-from .responses import ResponseBody
+from .responses import CountedBody, ResponseBody
 from .tokenize import DetokenizeBody, TokenizeBody
 
 CONVERSATION = "/v1/conversations/{id}"
@@ -21,7 +21,7 @@ BODIES: dict[tuple[str, str], type[BaseModel]] = {
     ("/v1/completions", "post"): CompletionBody,
     ("/v1/chat/completions", "post"): ChatBody,
     ("/v1/responses", "post"): ResponseBody,
-    ("/v1/responses/input_tokens", "post"): ResponseBody,
+    ("/v1/responses/input_tokens", "post"): CountedBody,
     ("/v1/messages", "post"): MessageBody,
     ("/v1/messages/count_tokens", "post"): PromptBody,
     ("/v1/completions/render", "post"): CompletionBody,

@@ -256,7 +256,7 @@ def _items(given: Any, info: ValidationInfo) -> Any:
             if isinstance(kind, str) and kind in LEFT_OUT:
                 item = _left_out(kind, info.context)
             elif isinstance(kind, str) and kind in CALL_ITEMS:
-                item = _own_item(item, kind, info.context)
+                item = _own_item(item, kind, at, info.context)
             else:
                 _check_kind(kind, at)
                 item = {**item, "type": kind}
@@ -269,18 +269,23 @@ def _left_out(kind: str, ignored: list[str] | None) -> dict[str, Any]:
     return {"type": "left_out"}
 
 
-def _own_item(item: dict[str, Any], kind: str, ignored: list[str] | None) -> dict[str, Any]:
+def _own_item(
+    item: dict[str, Any], kind: str, at: int, ignored: list[str] | None
+) -> dict[str, Any]:
     """The item of another provider's tool as a function's call, result or both. A call without a
     result, where the item should have both, is left out: the model's message behind it tells the
-    result."""
+    result. A call without an id has one of its place, which is the same in each turn."""
     fields = CALL_ITEMS[kind]
     call = read_call(item, fields, ignored)
-    output = {"type": "function_call_output", "call_id": call.id, "output": call.result}
+    call_id = call.id
+    if not call_id and call.arguments is not None:
+        call_id = f"item_{at}"
+    output = {"type": "function_call_output", "call_id": call_id, "output": call.result}
     if call.arguments is None:
         return output
     function = {
         "type": "function_call",
-        "call_id": call.id,
+        "call_id": call_id,
         "name": call.name,
         "arguments": json.dumps(call.arguments),
     }

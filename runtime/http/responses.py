@@ -121,7 +121,7 @@ class ResponseBody(GenerationBody):
                 "a response goes on from previous_response_id or from conversation",
                 "previous_response_id",
             )
-        if not self.input:
+        if not self.input and not self._counts_without_input():
             raise RequestError(ErrorKind.INVALID, "the input is empty", "input")
         if self.max_tokens is not None:
             raise RequestError(
@@ -174,6 +174,9 @@ class ResponseBody(GenerationBody):
     def _chosen(self) -> ChosenTools:
         return chosen_tools(self.tools, self.tool_choice)
 
+    def _counts_without_input(self) -> bool:
+        return False
+
     def _form(self) -> ReplyForm | None:
         _, callable_tools, choice = self._chosen()
         wanted = self.text.format.for_chat() if self.text is not None else None
@@ -203,6 +206,15 @@ class ResponseBody(GenerationBody):
             "tools": [tool.echo() for tool in self.tools if not isinstance(tool, LeftOut)],
             "truncation": "auto" if self.truncates else "disabled",
         }
+
+
+class CountedBody(ResponseBody):
+    """POST /v1/responses/input_tokens."""
+
+    input: Input = Field(default_factory=list)
+
+    def _counts_without_input(self) -> bool:
+        return self.instructions is not None or self.previous_response_id is not None
 
 
 def _names(tools: Sequence[Tool]) -> frozenset[str]:

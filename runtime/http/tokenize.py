@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from fastapi import FastAPI, Request
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ...scheduler.types import ErrorKind, RequestError
 from ..frontend.bodies import check_continued
 from ..frontend.body_base import Body
-from ..frontend.chat_messages import MOST_MESSAGES, Message, TemplateVariables, Tool
+from ..frontend.chat_messages import (
+    MOST_MESSAGES,
+    Message,
+    TemplateVariables,
+    Tool,
+    few_calls,
+)
 from ..frontend.request_builder import check_model
 from ..messages import Ready
 from ..text.tokenizer import Tokenizer
@@ -26,7 +32,9 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1, max_length=MOST_MESSAGES)
+    messages: Annotated[list[Message] | None, BeforeValidator(few_calls)] = Field(
+        default=None, min_length=1, max_length=MOST_MESSAGES
+    )
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False

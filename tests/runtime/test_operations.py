@@ -20,16 +20,20 @@ import httpx
 import pytest
 
 from pensieve.runtime.frontend import grammar_check
+from pensieve.runtime.frontend.bodies import ChatBody, parse
 from pensieve.runtime.frontend.chat_messages import MOST_MESSAGES
 from pensieve.runtime.frontend.engine_client import EngineClient
 from pensieve.runtime.http.app import create_app
 from pensieve.runtime.http.auth import OWNER
 from pensieve.runtime.http.limits import ClientLimit, OpenSequences
+from pensieve.runtime.http.messages import PromptBody
 from pensieve.runtime.http.process import FrontDoor
 from pensieve.runtime.http.settings import DEFAULTS, HTTPSettings, key_digest
+from pensieve.runtime.http.tokenize import TokenizeBody
 from pensieve.runtime.messages import Draining, Fatal, Submit
 from pensieve.runtime.system import children
 from pensieve.runtime.text.tokenizer import Tokenizer
+from pensieve.scheduler.types import RequestError
 
 from .fake_loop import FakeLoop, eventually, ready, say
 
@@ -349,17 +353,20 @@ def test_a_long_body_is_refused(announced: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("encoding", ["gzip", "zstd", "identity"])
+@pytest.mark.parametrize("encoding", ["gzip", "zstd", "identity, BR", "identity", "utf-8", ""])
 def test_a_compressed_body_is_refused_as_such(encoding: str) -> None:
+    """Some clients write the character set into this header."""
+    is_plain = encoding in ("identity", "utf-8", "")
     body = json.dumps({"prompt": PROMPT, "max_tokens": 4}).encode()
-    sent = body if encoding == "identity" else gzip.compress(body)
+    sent = body if is_plain else gzip.compress(body)
 
     async def work(http: httpx.AsyncClient) -> httpx.Response:
         headers = {"content-encoding": encoding}
+        assert (await http.get("/v1/models", headers=headers)).is_success
         return await http.post("/v1/completions", content=sent, headers=headers)
 
     answer = serve(FakeLoop(), work)
-    if encoding == "identity":
+    if is_plain:
         assert answer.is_success
         return
     message = answer.json()["error"]["message"]
@@ -397,6 +404,36 @@ def test_messages_in_one_body_are_limited() -> None:
         assert (
             refused.status_code == 400 and str(MOST_MESSAGES) in refused.json()["error"]["message"]
         )
+
+
+def test_calls_and_results_in_one_body_are_limited() -> None:
+    """Each takes as long as a message, also if they are blocks of few messages."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
+    half = MOST_MESSAGES // 2
+    reply = {"role": "assistant", "content": ""}
+    user = {"role": "user", "content": [{"type": "text", "text": "x"}] * (MOST_MESSAGES + 1)}
+
+    def chat(calls: int) -> list[Any]:
+        return [
+            user,
+            {**reply, "tool_calls": [call] * half},
+            {**reply, "tool_calls": [call] * calls},
+        ]
+
+    def blocks(results: int) -> list[Any]:
+        return [
+            user,
+            {"role": "assistant", "content": [use] * half},
+            {"role": "user", "content": [result] * results},
+        ]
+
+    for kind, messages in ((ChatBody, chat), (TokenizeBody, chat), (PromptBody, blocks)):
+        parse(kind, json.dumps({"model": "fake", "messages": messages(half)}).encode())
+        with pytest.raises(RequestError, match=f"{MOST_MESSAGES} calls and results") as refused:
+            parse(kind, json.dumps({"model": "fake", "messages": messages(half + 1)}).encode())
+        assert refused.value.subject == "messages"
 
 
 # -- readiness

@@ -15,6 +15,7 @@ import pytest
 
 from pensieve.runtime.frontend import request_builder as calls
 from pensieve.runtime.frontend.bodies import ChatBody, parse
+from pensieve.runtime.frontend.chat_messages import Message
 from pensieve.runtime.messages import Abort, Finish, Submit
 from pensieve.scheduler.types import FinishReason, Request, RowResult
 
@@ -583,6 +584,19 @@ def test_images_that_tools_return_do_not_end_a_session(ask: Callable[..., Any]) 
         ),
         ({"content": [{"type": "refusal", "refusal": "No."}]}, {"content": "No."}),
         ({"content": None, "refusal": "No."}, {"content": "No."}),
+        ({"content": "ok", "refusal": ""}, {"content": "ok"}),
+        ({"content": "ok. ", "refusal": "No."}, {"content": "ok. No."}),
+        (
+            {
+                "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "ok"}],
+                "reasoning_content": None,
+            },
+            {"content": "ok", "reasoning_content": "hm"},
+        ),
+        (
+            {"content": "ok", "annotations": [], "audio": None, "function_call": {}},
+            {"content": "ok"},
+        ),
     ],
 )
 def test_parts_of_other_servers_replies_are_read(reply: Any, own: Any) -> None:
@@ -599,6 +613,42 @@ def test_parts_of_other_servers_replies_are_read(reply: Any, own: Any) -> None:
         return content, told.reasoning_content
 
     assert told(reply) == told(own)
+
+
+def test_what_a_reply_has_beside_its_text_is_named(ask: Callable[..., Any]) -> None:
+    """What models that search or speak return, sent back."""
+    citation = {"type": "url_citation", "url_citation": {"url": "http://a", "title": "a"}}
+    for field, value in (("annotations", [citation]), ("audio", {"id": "a1"})):
+        reply = {"role": "assistant", "content": "ok", field: value}
+        messages = [{"role": "user", "content": "x"}, reply, {"role": "user", "content": "y"}]
+        answer = ask(post("/v1/chat/completions", {"messages": messages}))
+        assert answer.is_success, answer.text
+        assert answer.headers["x-pensieve-ignored-fields"] == f"messages.{field}"
+
+
+def test_calls_in_the_old_form_are_read() -> None:
+    call = {"name": "f", "arguments": '{"a": 1}'}
+    messages = [
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "f", "content": "b"},
+    ]
+    calling, answered = (Message.model_validate(message).for_template() for message in messages)
+    assert calling == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": "call_f",
+                "type": "function",
+                "function": {"name": "f", "arguments": {"a": 1}},
+            }
+        ],
+    }
+    assert answered == {"role": "tool", "name": "f", "tool_call_id": "call_f", "content": "b"}
+    both = {**messages[0], "tool_calls": [{"id": "c", "type": "function", "function": call}]}
+    ignored: list[str] = []
+    (kept,) = Message.model_validate(both, context=ignored).tool_calls
+    assert (kept.id, ignored) == ("c", ["messages.function_call"])
 
 
 def test_too_long_is_refused_with_both_numbers(ask: Callable[..., Any]) -> None:

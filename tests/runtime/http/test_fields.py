@@ -115,6 +115,25 @@ def test_a_misspelt_own_field_is_refused(ask: Ask, path: str) -> None:
     assert response.status_code == 400 and "did you mean cache_salt?" in response.text
 
 
+FUNCTIONS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in "ab"]
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "function", "function": {"name": "a"}},
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [FUNCTIONS[0]]}},
+        "required",
+    ],
+)
+def test_a_choice_of_tools_leaves_no_field_ignored(ask: Ask, choice: Any) -> None:
+    for settings in (LENIENT, STRICT):
+        fields = {"tools": FUNCTIONS, "tool_choice": choice}
+        response, _ = posted(ask, "/v1/chat/completions", settings, **fields)
+        assert response.status_code == 200, response.text
+        assert HEADER not in response.headers
+
+
 CALL = {"name": "f", "arguments": '{"a\\ud83d": "b\\ud83d"}'}  # JSON in JSON
 WITH_HALVES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", {"prompt": "hi \ud83d"}),

@@ -539,6 +539,10 @@ def test_models_have_anthropics_form_for_its_clients(serve: Any) -> None:
             assert anthropic.types.ModelInfo.model_validate(model).created_at.tzinfo is not None
             one = await server.http.get("/v1/models/fake", headers=headers)
             assert one.json() == model
+            none = await server.http.get("/v1/models/nope", headers=headers)
+            assert none.status_code == 404 and none.json()["type"] == "error"
+            assert none.json()["error"]["type"] == "not_found_error"
+            assert (await server.ask("GET", "/v1/models/nope", 404)).keys() == {"error"}
             plain = await server.ask("GET", "/v1/models")
             assert plain.keys() == {"object", "data"}
             assert plain["data"][0]["object"] == "model"
@@ -666,6 +670,22 @@ def test_without_a_session_a_message_has_no_conversation(serve: Any) -> None:
         (
             {"cache_control": {"type": "ephemeral", "ttl": "1h"}, "tools": [{**WEATHER, **MARK}]},
             3600,
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "x"},
+                    {"role": "assistant", "content": [{**USE, "id": "t1"}]},
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "tool_result", "tool_use_id": "t1", "content": "read"},
+                            {**IMAGE, **MARK},
+                        ],
+                    },
+                ]
+            },
+            300,
         ),
     ],
 )

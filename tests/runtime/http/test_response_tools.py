@@ -394,6 +394,23 @@ def test_a_history_of_another_provider_goes_on(serve: Any, name: str) -> None:
     run(work())
 
 
+def test_a_call_without_an_id_has_that_of_its_place() -> None:
+    code = {"type": "code_interpreter_call", "code": "1", "outputs": []}
+    items = [
+        {**code, "id": ""},
+        {"type": "file_search_call", "queries": ["a"], "results": []},
+        {"type": "mcp_call", "name": "n", "arguments": "{}", "output": "x"},
+        {"type": "local_shell_call", "call_id": None, "action": {"command": ["ls"]}},
+        {"type": "function_call_output", "call_id": "c", "output": "o"},
+        {**code, "id": "c5"},
+    ]
+    wishes = parsed_body(input=[USER, *items, USER]).generate()
+    ids = [call["id"] for message in wishes.messages for call in message.get("tool_calls", ())]
+    assert ids == ["item_1", "item_2", "item_3", "item_4", "c5"]
+    results = [message["tool_call_id"] for message in wishes.messages if message["role"] == "tool"]
+    assert results == ["item_1", "item_2", "item_3", "c", "c5"]
+
+
 NAMED = {"type": "function", "name": "weather"}
 
 
@@ -459,7 +476,10 @@ def test_a_format_is_followed(form: dict[str, Any]) -> None:
     ("body", "words"),
     [
         ({"input": [USER, {"type": "unheard_call"}]}, "item 1|unheard_call"),
-        ({"input": [USER, {"type": "shell_call", "action": {}}]}, "input.1.function_call.call_id"),
+        (
+            {"input": [USER, {"type": "shell_call_output", "output": "a"}]},
+            "input.1.function_call_output.call_id",
+        ),
         ({"input": [USER, {"type": ["x"]}]}, "item 1"),
         ({"input": [USER, 5]}, "input.1"),
         ({"input": [{**FUNCTION_CALL, "call_id": 5, "name": None}]}, "input.0.function_call"),

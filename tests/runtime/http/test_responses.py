@@ -49,6 +49,17 @@ def test_the_prompt_of_a_response_is_counted(serve: Any) -> None:
                 assert len(server.requests) == requests
                 answer = await respond(server, **more)
                 assert answer["usage"]["input_tokens"] == counted["input_tokens"]
+            without = await server.post(path, instructions="be brief")
+            assert 0 < without["input_tokens"] < first["usage"]["input_tokens"]
+            previous = {"previous_response_id": first["id"]}
+            counts = [
+                (await server.post(path, **previous, **more))["input_tokens"]
+                for more in ({"input": None}, {"input": [user]}, {"input": [user, user]})
+            ]
+            assert counts[0] < counts[1] and counts[1] - counts[0] == counts[2] - counts[1]
+            refused = await server.post(path, 400)
+            assert "empty" in refused["error"]["message"]
+            await respond(server, 400, instructions="be brief")
             conversation = await server.post(CONVERSATIONS)
             refused = await server.post(path, 400, input="x", conversation=conversation["id"])
             assert refused["error"]["param"] == "conversation"
