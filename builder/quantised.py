@@ -129,8 +129,8 @@ def dequantised(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def expect_quantised(decoder: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Gives the decoder's projections the parameters, on the meta device, that these weights of one
-    rank fill: those that have a scale are in FP8, those with scales and zeros in int4."""
+    """Puts parameters on the meta device into the decoder's projections, in the form of one rank's
+    weights: FP8 where a weight has a scale, int4 where it has scales and zeros."""
     for name, tensor in weights.items():
         module, _, kind = name.rpartition(".")
         if kind not in ("scale", "scales_zeros"):

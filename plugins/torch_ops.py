@@ -170,5 +170,5 @@ def _multi_token_attention_cuda(
 
 @torch.library.register_fake("pensieve::write_kv")
 @torch.library.register_fake("pensieve::multi_token_attention")
-def _(q: Tensor, *of: Any) -> Tensor:
+def _(q: Tensor, *others: Any) -> Tensor:
     return q.new_empty(q.shape)

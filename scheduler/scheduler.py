@@ -38,6 +38,7 @@ from .planning.admission import Admission
 from .planning.batcher import Batcher
 from .planning.commit import Committer
 from .planning.eviction import Evictor
+from .planning.link import link_chunks
 from .planning.live_states import LiveStates, written
 from .planning.lookup import CacheLookup
 from .planning.lower_work import LowerTierWork
@@ -506,7 +507,7 @@ class Scheduler:
         target = max(self._mark(), needed) - self._queues.coming_free()
         if self._store.available < target:
             builder.evictor.swap_out_ahead(
-                target, most=max(needed, self._admission.link_chunks(builder))
+                target, most=max(needed, link_chunks(builder, self.cost))
             )
 
     def _polls(self, builder: PlanBuilder) -> bool:

@@ -105,6 +105,12 @@ class MessageFunctionCall(Body):
     name: NonEmpty
     arguments: str
 
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _written(cls, arguments: Any) -> Any:
+        """The messages of GET /v1/conversations/{id} have objects here."""
+        return json.dumps(arguments) if isinstance(arguments, dict) else arguments
+
     @field_validator("arguments")
     @classmethod
     def _an_object(cls, arguments: str) -> str:

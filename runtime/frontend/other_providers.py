@@ -138,8 +138,7 @@ def result_texts(content: Any, text: str, where: str, ignored: list[str] | None)
         return content
     parts = []
     for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and (kind in MEDIA or kind in REFERENCES):
+        if _kind(part) in MEDIA or _kind(part) in REFERENCES:
             marker = {"cache_control": part["cache_control"]} if "cache_control" in part else {}
             part = {"type": text, "text": told(part, where, ignored), **marker}
         parts.append(part)
@@ -164,14 +163,16 @@ def _readable(value: Any, where: str, ignored: list[str] | None) -> Any:
         return [_readable(part, where, ignored) for part in value]
     if not isinstance(value, dict):
         return value
-    kind = value.get("type")
-    if isinstance(kind, str) and kind in MEDIA:
+    kind = _kind(value)
+    if kind in MEDIA:
         source = value.get("source")
-        if isinstance(source, dict) and source.get("type") == "text":
-            return source.get("data")
+        field = {"text": "data", "content": "content"}.get(_kind(source))
+        if isinstance(source, dict) and field is not None:
+            lines = (value.get("title"), value.get("context"), source.get(field))
+            return "\n".join(told(line, where, ignored) for line in lines if line)
         leave_out(f"{where}.{kind}", ignored)
         return f"[{MEDIA[kind]} left out: this model reads text only]"
-    if isinstance(kind, str) and kind.endswith("text") and isinstance(value.get("text"), str):
+    if kind.endswith("text") and isinstance(value.get("text"), str):
         return value["text"]
     kept = {}
     for name, part in value.items():
@@ -180,3 +181,9 @@ def _readable(value: Any, where: str, ignored: list[str] | None) -> Any:
         elif part is not None and name not in ("cache_control", "citations"):
             kept[name] = _readable(part, where, ignored)
     return kept
+
+
+def _kind(part: Any) -> str:
+    """The part's type, or nothing."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return kind if isinstance(kind, str) else ""

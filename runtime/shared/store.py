@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
@@ -29,9 +29,11 @@ from ..counters import SharedCounters
 from ..disk.directory import RecordOrigin
 from ..disk.record import PAGE, pack_header, payload_intact, read_header
 from ..disk.segments import aligned_buffer
+from .batches import batches_of
 from .calls import Calls, CallThreads
 from .config import SharedConfig
 from .engine import Parts, SharedEngine, StoreOutcome
+from .speed import Speed
 from .trial import READERS, WRITERS, StoreTrial, trial_memory, try_store
 
 log = logging.getLogger(__name__)
@@ -49,7 +51,6 @@ LENT_SHARE = 1 / 8  # of the HOST slots; with more of them lent the tier stays o
 BATCH_BYTES = 16 * 2**20  # bytes of one call
 FIRST_SPEED = 1e9  # bytes/s, before any transfer
 FIRST_KEYS = 5e3  # keys/s of a thread, before any question
-WEIGHT = 1 / 8  # of the latest busy period in the moving average of the speed
 REMOVALS_AT_ONCE = 128
 """Removals that one call does if they wait for it: a directory flushes a folder once for all."""
 LANES = {"read": READERS, "write": WRITERS, "find": 2, "remove": 1}  # threads
@@ -58,7 +59,6 @@ CLOSE_S = 2.0  # seconds that the end waits for calls in progress
 
 KEY_VERSION = 1
 
-Work = TypeVar("Work", Spill, Promotion)
 Call = TypeVar("Call")
 
 
@@ -94,44 +94,6 @@ class _Transfer:
     @property
     def slots(self) -> tuple[int, ...]:
         return tuple(one.slot for record in self.work for one in record)
-
-
-class _Speed:
-    """Bytes a second in one direction, or keys a second of one thread: all bytes by all seconds of
-    busy periods, older ones with less and less weight. So a large transfer counts more than a small
-    one, which is mostly latency."""
-
-    def __init__(self, count: float, speed: float):
-        self._since = 0.0
-        self._moved = 0
-        self.assume(count, speed)
-
-    def assume(self, count: float, speed: float) -> None:
-        self._count = float(count)
-        self._seconds = count / speed
-
-    def halve(self) -> None:
-        self._seconds *= 2
-
-    @property
-    def value(self) -> float:
-        return self._count / self._seconds
-
-    def add(self, count: int, seconds: float) -> None:
-        self._count += count - WEIGHT * self._count
-        self._seconds += max(1e-6, seconds) - WEIGHT * self._seconds
-
-    def begins(self, now: float) -> None:
-        """A busy period begins."""
-        self._since = now
-        self._moved = 0
-
-    def moved(self, count: int) -> None:
-        self._moved += count
-
-    def ends(self, now: float) -> None:
-        if self._moved:
-            self.add(self._moved, now - self._since)
 
 
 @dataclass(eq=False)
@@ -191,9 +153,9 @@ class SharedStore:
         self._questions: dict[_Question, None] = {}
         self._report = TierReport(self.tier)
         self._pages: list[np.ndarray] = []
-        self._speeds = {kind: _Speed(self._payload, FIRST_SPEED) for kind in (Spill, Promotion)}
+        self._speeds = {kind: Speed(self._payload, FIRST_SPEED) for kind in (Spill, Promotion)}
         self._best: dict[type[Spill] | type[Promotion], float] = {}  # what the best trial found
-        self._key_speeds = {finds: _Speed(1, FIRST_KEYS) for finds in (True, False)}
+        self._key_speeds = {finds: Speed(1, FIRST_KEYS) for finds in (True, False)}
         # by lane, the latest deadline of a question that a thread has begun
         self._patience = {True: 0.0, False: 0.0}
         self._next_trial = inf  # its time
@@ -227,10 +189,10 @@ class SharedStore:
         """Begins a plan's work. Raises the error that ended a call, if there is one."""
         self._raise_error()
         with self._changed:
-            for spills in _batches(work.spills, self._batch):
+            for spills in batches_of(work.spills, self._batch):
                 self._begin_transfer(spills, "write", self._write)
             share = -(-len(work.promotions) // READERS)
-            for promotions in _batches(work.promotions, min(share, self._most_read)):
+            for promotions in batches_of(work.promotions, min(share, self._most_read)):
                 self._begin_transfer(promotions, "read", self._read)
             if self._settings.rank == 0:
                 for batch in work.finds:
@@ -692,37 +654,6 @@ class SharedStore:
 
 def _new_page() -> np.ndarray:
     return np.frombuffer(aligned_buffer(PAGE), np.uint8)
-
-
-def _batches(work: Sequence[Work], size: int) -> Iterable[list[list[Work]]]:
-    """Records of `size` HOST slots together, or of more if one is larger."""
-    batch: list[list[Work]] = []
-    slots = 0
-    for record in _records(work):
-        if batch and slots + len(record) > size:
-            yield batch
-            batch = []
-            slots = 0
-        batch.append(record)
-        slots += len(record)
-    if batch:
-        yield batch
-
-
-def _records(work: Sequence[Work]) -> Iterator[list[Work]]:
-    """A record of KV has one slot. The pieces of a state follow each other and are one record."""
-    before = None
-    record: list[Work] = []
-    for one in work:
-        key, piece = split_key(one.key)
-        state = None if piece is None else (key, piece.computation)
-        if record and (state is None or state != before):
-            yield record
-            record = []
-        record.append(one)
-        before = state
-    if record:
-        yield record
 
 
 def _all_of(values: Sequence[bool], keys: int) -> tuple[bool, ...]:

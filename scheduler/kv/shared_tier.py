@@ -46,7 +46,7 @@ class SharedTier:
     deleted     erasures since the start, one for each key
     answers     answers to finds that nobody has taken yet, by number
     read_s      seconds to read one record, as measured
-    arriving    chunks whose reads have begun, the earliest first; whoever needs them takes them
+    arriving    chunks of KV whose reads have begun, the earliest first; `Sharing` takes them out
     """
 
     tier = Tier.SHARED

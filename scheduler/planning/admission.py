@@ -17,6 +17,7 @@ from ..turns.row_state import RowState
 from ..turns.turn import RunningTurn, Turn
 from ..types import GPU, HOST, ChunkKey
 from .batcher import Batcher
+from .link import link_chunks
 from .lookup import CacheLookup, RequestNeeds
 from .plan_builder import PlanBuilder
 from .promotions import promote
@@ -25,7 +26,6 @@ from .queues import RequestQueues
 from .sharing import Sharing
 from .state_lookup import NeedsReads
 
-LINK_PIECE_S = 2e-3  # the least link time that swap-ins may use in one step
 # requests tried in one step: the history of each is looked up, and it is compared with the queue
 MOST_TRIED = 64
 NEVER_FULL = 2**62  # the end of a window that never overflows
@@ -71,7 +71,7 @@ class Admission:
         """
         if not (self._queues.swapping_in or self._queues.waiting):
             return
-        link = self.link_chunks(builder)
+        link = link_chunks(builder, self._cost)
         for row in list(self._queues.swapping_in):
             link = self._swap_in(row, builder, link)
         if builder.budget <= 0 or self._queues.full:
@@ -137,14 +137,6 @@ class Admission:
             needs = self._lookup.look_up(turn, conversation, len(self._queues.rows))
             assert not isinstance(needs, NeedsReads)
         return needs
-
-    def link_chunks(self, builder: PlanBuilder) -> int:
-        """Returns the number of chunks that the link copies in one direction while the step
-        runs."""
-        step = self._cost.step(
-            len(builder.token_ids), rows=len(builder.generate), rows_context=builder.rows_context()
-        )
-        return max(1, int(max(step, LINK_PIECE_S) / self._cost.swap_in()))
 
     def _surely_too_large(self, turn: Turn) -> bool:
         """True if it did not fit at its last lookup, and there is still less room than it needed

@@ -163,8 +163,8 @@ class Evictor:
         return True
 
     def give_up_copies(self, chunks: list[Chunk], event: str = "copy") -> bool:
-        """Frees the HOST slots of these chunks, except those that this plan uses. Returns False if
-        there are none."""
+        """Frees the HOST slots of those chunks whose slots this plan does not use. Returns False if
+        it frees none."""
         unused = self._copies.without_host_slot_in_use(chunks)
         for chunk in unused:
             self.store.release_host(chunk)
@@ -172,7 +172,7 @@ class Evictor:
         return bool(unused)
 
     @cached_property
-    def idle_copies(self) -> Iterator[Chunk]:
+    def idle_on_gpu(self) -> Iterator[Chunk]:
         """Idle GPU chunks, the latest ones first."""
         return iter([*self.store.spare[GPU]][::-1])
 

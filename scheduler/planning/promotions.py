@@ -33,7 +33,7 @@ def _give_up_any_copy(evictor: Evictor) -> bool:
     """Frees the HOST slot of an idle GPU chunk, about the one that stays longest on the GPU. A plan
     looks at each once, so many reads cost no more than a few."""
     idle = evictor.store.spare[GPU]
-    for chunk in evictor.idle_copies:
+    for chunk in evictor.idle_on_gpu:
         movable = chunk in idle and chunk.slots[HOST] != NO_SLOT and chunk.moving is None
         if movable and evictor.give_up_copies([chunk]):
             return True

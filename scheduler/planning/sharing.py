@@ -22,9 +22,10 @@ from ..kv.whereabouts import being_read
 from ..turns.turn import Turn
 from ..types import GPU, HOST, SHARED, ChunkKey
 from ..work import LARGEST_PIECE, Pieces
+from .link import LINK_PIECE_S, link_chunks
 from .plan_builder import PlanBuilder
 from .queues import RequestQueues
-from .write_behind import LINK_PIECE_S, TierWriter
+from .write_behind import TierWriter
 
 ANSWER_S = 0.02
 """Seconds that a request which could join waits for the answer to its find, if that is more than
@@ -292,7 +293,7 @@ class Sharing(TierWriter):
             arriving.popleft()
         arrived = takewhile(lambda chunk: not being_read(chunk), arriving)
         store = self._store
-        most = min(self._swap_ins(builder), store.available - self._reserve)
+        most = min(link_chunks(builder, self._cost), store.available - self._reserve)
         piece = [*dict.fromkeys(islice(filter(self._awaits_gpu, arrived), max(0, most)))]
         if len(piece) < self._least_swap_ins:
             return
@@ -309,12 +310,6 @@ class Sharing(TierWriter):
             [chunk.slots[HOST] for chunk in piece], [chunk.slots[GPU] for chunk in piece]
         )
         store.swap_ins_issued(piece)
-
-    def _swap_ins(self, builder: PlanBuilder) -> int:
-        """Chunks that the link copies while the step runs."""
-        rows = len(builder.generate)
-        step = self._cost.step(len(builder.token_ids), 0, rows, builder.rows_context())
-        return max(self._least_swap_ins, int(step / self._cost.swap_in()))
 
     def _awaits_gpu(self, chunk: Chunk) -> bool:
         """True if a request in the queue waits for the chunk, which is on HOST only, in a complete

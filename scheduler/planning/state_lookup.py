@@ -297,14 +297,8 @@ class StateLookup:
             if end // size <= len(keys)
             and (at := bisect_left(starts, end)) > 0
             and end <= spans[at - 1].end
-            and not self._is_kept(keys[end // size - 1])
+            and not self._kept.has(keys[end // size - 1])
         ]
-
-    def _is_kept(self, key: ChunkKey) -> bool:
-        """True if the key's state is in a tier of this server. One that only the shared tier has is
-        computed if it is not read."""
-        state = self._kept.by_key.get(key)
-        return state is not None and not _is_shared(state)
 
 
 def _is_here(state: State) -> bool:

@@ -17,9 +17,9 @@ from ..kv.lower_tiers import LowerTier, LowerTiers
 from ..plan import Lane
 from ..types import GPU, HOST, Request, RowResult
 from .eviction import Evictor
+from .link import LINK_PIECE_S
 from .spills import spill, spill_ahead
 
-LINK_PIECE_S = 2e-3  # link time in a step for staged copies, seconds
 WRITES_AHEAD_S = 0.1  # seconds of writing in progress at most; a read may wait this long
 # share of HOST that is kept free to take, so promotions need not wait for spills
 HOST_BUFFER = 1 / 16

@@ -1,5 +1,5 @@
-"""A model with linear attention and drafts: the log probability of each token of a reply is that of
-plain transformers, whatever came true."""
+"""Drafts of a model with linear attention: each token of a reply has the log probability that plain
+transformers gives it, with right drafts and with wrong ones."""
 
 from __future__ import annotations
 

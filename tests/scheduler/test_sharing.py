@@ -137,7 +137,7 @@ def test_what_is_read_is_swapped_in_while_the_rest_is_read():
     request = harness.submit(PROMPT, 1)
     harness.run_until(lambda: len(moves(harness, Promotion)) == 4)
     slots = moves(harness, Promotion)
-    for read, swapped_in in ((1, 0), (3, 2)):
+    for read, swapped_in in ((1, 0), (3, 3)):
         ended[:] = slots[:read]
         for _ in range(5):
             harness.tick()
