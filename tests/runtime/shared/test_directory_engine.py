@@ -21,11 +21,14 @@ from pensieve.scheduler.types import SettingError
 from .engine_tests import PAGE, PAYLOAD, EngineTests, key, record
 
 SIZE = PAGE + PAYLOAD
+ROOM = 4096 * SIZE
+"""Of a test that is not about room. It is more than all that a test puts, removed or not: a scan
+counts the records put meanwhile twice, and does not know of a removal that comes after it."""
 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[DirectoryEngine]:
-    engine = DirectoryEngine(DirectoryOptions(tmp_path / "kv", 64 * SIZE))
+    engine = DirectoryEngine(DirectoryOptions(tmp_path / "kv", ROOM))
     yield engine
     engine.close()
 
@@ -85,7 +88,7 @@ def test_the_records_used_longest_ago_go_first(
 ) -> None:
     """However many are sorted at once."""
     monkeypatch.setattr(directory, "SORTED_AT_ONCE", most)
-    first = DirectoryEngine(DirectoryOptions(tmp_path, 64 * SIZE))
+    first = DirectoryEngine(DirectoryOptions(tmp_path, ROOM))
     second = DirectoryEngine(DirectoryOptions(tmp_path, 8 * SIZE))  # of another server
     second.close()  # its thread scans no more
     try:
@@ -173,7 +176,7 @@ def test_a_scan_that_hangs_does_not_hold_up_the_end(
 
     monkeypatch.setattr(directory, "CLOSE_S", 0.01)
     monkeypatch.setattr(directory.os, "scandir", hang)
-    engine = DirectoryEngine(DirectoryOptions(tmp_path, 64 * SIZE))
+    engine = DirectoryEngine(DirectoryOptions(tmp_path, ROOM))
     assert scanning.wait(60)
     ending = threading.Thread(target=engine.close, daemon=True)
     ending.start()
@@ -196,7 +199,7 @@ def test_a_full_file_system_is_not_an_error(
 
 
 def test_a_directory_that_is_gone_does_not_answer(tmp_path: Path) -> None:
-    engine = DirectoryEngine(DirectoryOptions(tmp_path / "kv", 64 * SIZE))
+    engine = DirectoryEngine(DirectoryOptions(tmp_path / "kv", ROOM))
     (tmp_path / "kv").rename(tmp_path / "elsewhere")
     try:
         assert engine.exists([key(1)]) is None
@@ -209,4 +212,4 @@ def test_a_directory_that_is_gone_does_not_answer(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(SettingError, match="kv_shared_config: cannot use the directory"):
-        DirectoryEngine(DirectoryOptions(tmp_path / "file", 64 * SIZE))
+        DirectoryEngine(DirectoryOptions(tmp_path / "file", ROOM))
