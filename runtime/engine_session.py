@@ -156,7 +156,7 @@ class EngineSession:
         compiled."""
         while not self._compiled.empty():
             self._add_compiled(self._compiled.get())
-        for request in self.scheduler.expire(self.clock()):
+        for request in self.scheduler.time_out(self.clock()):
             self._results.append(
                 RowResult(request, error=RequestError(ErrorKind.UNAVAILABLE, TIMED_OUT))
             )
