@@ -58,7 +58,7 @@ class EngineLoop:
             plan = self.scheduler.next_plan(began)
         if plan is not None:
             self._launch(plan, began)
-        # behind a new plan runs the step before it; without a new plan any step is waited for
+        # If a plan was launched, the step before it is waited for; else the only one in flight.
         if self.scheduler.in_flight < (STEPS_IN_FLIGHT if plan is not None else 1):
             return None
         return self._finish()
