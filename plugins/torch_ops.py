@@ -96,9 +96,8 @@ torch.library.define(
 )
 torch.library.define(
     "pensieve::multi_token_attention",
-    "(Tensor q, Tensor segments, Tensor block_table, SymInt pool, int layer, float scale, int "
-    "window=0, "
-    "Tensor? sinks=None) -> Tensor",
+    "(Tensor q, Tensor segments, Tensor block_table, SymInt pool, int layer, float scale, "
+    "int window=0, Tensor? sinks=None) -> Tensor",
 )
 
 

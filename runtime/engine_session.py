@@ -68,7 +68,7 @@ class EngineSession:
         self.executor = executor
         self._loop = EngineLoop(scheduler, executor, counters, timing)
         self.clock, self.counters = self._loop.clock, self._loop.counters
-        self._queue = scheduler.submit if in_pieces else scheduler.add
+        self._enqueue = scheduler.submit if in_pieces else scheduler.add
         self._wake = wake
         self._report_kv = report_kv
         self._compiling: dict[RequestId, tuple[Request, Future[Any]]] = {}  # not in the queue yet
@@ -156,7 +156,7 @@ class EngineSession:
         compiled."""
         while not self._compiled.empty():
             self._add_compiled(self._compiled.get())
-        for request in self.scheduler.expire(self.clock()):
+        for request in self.scheduler.time_out(self.clock()):
             self._results.append(
                 RowResult(request, error=RequestError(ErrorKind.UNAVAILABLE, TIMED_OUT))
             )
@@ -202,7 +202,7 @@ class EngineSession:
 
     def _add(self, request: Request, compiled: Any = None) -> None:
         try:
-            self._queue(request, self.clock())
+            self._enqueue(request, self.clock())
         except RequestError as error:
             self._results.append(RowResult(request.id, error=error))
             return

@@ -58,6 +58,7 @@ class EngineLoop:
             plan = self.scheduler.next_plan(began)
         if plan is not None:
             self._launch(plan, began)
+        # If a plan was launched, the step before it is waited for; else the only one in flight.
         if self.scheduler.in_flight < (STEPS_IN_FLIGHT if plan is not None else 1):
             return None
         return self._finish()
@@ -73,9 +74,9 @@ class EngineLoop:
         with self.counters.launch:
             self.executor.launch(plan)
         self.counters.launched(plan)
-        idle = self.scheduler.in_flight > 1 and self.executor.done()
+        device_idled = self.scheduler.in_flight > 1 and self.executor.done()
         now = self.clock()
-        self._timing.launched(plan, began, now, idle)
+        self._timing.launched(plan, began, now, device_idled)
         self.scheduler.draft_timing.launched(began, now)
 
     def _finish(self) -> Applied:

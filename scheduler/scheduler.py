@@ -4,6 +4,7 @@
     next_plan(now)    one step: generation, pieces of prompts, joining requests, copies
     apply(result)     the step's tokens; replies that end are committed to their conversations
     abort, finish     a client has left; the length of a reply is known
+    time_out(now)     requests that have waited too long end
     conversations     the logs: fork, keep, delete, residency of their KV
     lower             records of an earlier process, chunks to spill, records to erase
     work              the budget of work until the next plan
@@ -51,7 +52,7 @@ from .planning.queues import RequestQueues
 from .planning.sharing import Sharing
 from .planning.state_lookup import StateLookup
 from .planning.write_behind import WriteBehind
-from .swap_out_mark import swap_out_chunks
+from .swap_out_mark import swap_out_mark
 from .turns.conversations import Conversations
 from .turns.turn import RunningTurn, Turn
 from .types import (
@@ -74,15 +75,15 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         cost: CostProfile,
-        store: Callable[..., ChunkStore] = ChunkStore,
+        make_store: Callable[..., ChunkStore] = ChunkStore,
     ):
-        """`store`: makes the chunk store of the configuration and the policy."""
+        """`make_store`: takes the configuration and the eviction policy."""
         cost = replace(cost, most_context=config.max_model_len)
         self.config = config
         self.cost = cost
         self._windows = windows = config.windows
         self._chunk_keys = ChunkKeys(config.seed, config.chunk_tokens, windows)
-        self._store = store(
+        self._store = make_store(
             config, eviction_policy(config.eviction, cost, config.owner_kv_chunks is not None)
         )
         self.work = WorkBudget()
@@ -164,6 +165,7 @@ class Scheduler:
             self._sharing,
         )
         self._turns: dict[RequestId, Turn] = {}
+        # rows whose reply is complete, until `finish` confirms its length
         self._held: dict[RequestId, RunningTurn] = {}
         self._inflight: deque[tuple[StepPlan, list[RunningTurn]]] = deque()
         self._step = self._applied = 0
@@ -175,7 +177,7 @@ class Scheduler:
         self._copied = [0] * len(Lane)  # chunks, by lane
         self._last_out = 0  # ticket of the last swap-out
         self.awaits_result = False
-        self._most_marked = swap_out_chunks(cost, config)
+        self._configured_mark = swap_out_mark(cost, config)
 
     # -- requests
 
@@ -233,10 +235,10 @@ class Scheduler:
             if self._states is not None:
                 self._states.forget(turn)
 
-    def expire(self, now: float) -> list[RequestId]:
+    def time_out(self, now: float) -> list[RequestId]:
         """Ends requests that have waited longer than `queue_timeout` for their first seat, as long
         as the budget of work lasts. Returns their ids."""
-        expired = []
+        timed_out = []
         patience = self.config.queue_timeout
         while (
             patience is not None
@@ -248,8 +250,8 @@ class Scheduler:
             turn = self._timing_out.popleft()
             if turn.queued is None and self._turns.get(turn.request.id) is turn:
                 self.abort(turn.request.id, now)
-                expired.append(turn.request.id)
-        return expired
+                timed_out.append(turn.request.id)
+        return timed_out
 
     def finish(self, request: RequestId, tokens: int, now: float) -> RowResult | None:
         """Cuts the reply to its first `tokens` tokens. Returns the request's last output if it was
@@ -263,7 +265,7 @@ class Scheduler:
             raise InvariantError(
                 f"request {request} is to end after {tokens} tokens it does not have"
             )
-        ended = request in self._held
+        ended = request in self._held  # then its last output has been given
         truncated = self._truncated(turn, len(turn.request.prompt) + tokens)
         output = RowResult(request, finish=FinishReason.STOP, truncated=truncated)
         if turn in self._queues.waiting:
@@ -424,11 +426,11 @@ class Scheduler:
             row.reply.append(token)
             requests.append(row_id.request)
             tokens.append(token)
-            count = row.begin - 1 + len(row.reply)
+            count = row.begin - 1 + len(row.reply)  # of the row's tokens; the newest has no KV
             if (count - 1) % chunk_tokens == 0:
                 self._committer.publish_full(row, (count - 1) // chunk_tokens - 1)
             if count == row.begin or count == row.end or token in row.stop_ids:
-                self._begins_or_ends(row, token, now, rows)
+                self._begin_or_end_reply(row, token, now, rows)
         if rows:
             _move_tokens(requests, tokens, rows)
         endings = self._write_behind.endings()
@@ -489,10 +491,10 @@ class Scheduler:
     # -- internal
 
     def _mark(self) -> int:
-        """While fewer GPU slots are available, chunks are copied out ahead of time. Most of HOST is
-        kept for chunks that are in no other tier: a second copy of a chunk on the GPU gains
-        nothing."""
-        return min(self._most_marked, self._store.host.count // 4)
+        """While fewer GPU slots than this are available, chunks are copied out ahead of time. Most
+        of HOST is kept for chunks that are in no other tier: a second copy of a chunk on the GPU
+        gains nothing."""
+        return min(self._configured_mark, self._store.host.count // 4)
 
     def _swap_out_ahead(self, builder: PlanBuilder) -> None:
         """Copies chunks out ahead of time while fewer GPU slots are available than the mark, or
@@ -532,7 +534,7 @@ class Scheduler:
             if span.scores and row.id in self._queues.by_id:
                 row.turn.scored = span.end
 
-    def _begins_or_ends(
+    def _begin_or_end_reply(
         self, row: RunningTurn, token: int, now: float, rows: dict[RequestId, RowResult]
     ) -> None:
         """Handles the reply's first token, its last allowed token, and stop ids (which count after

@@ -12,9 +12,9 @@ LEAD_STEPS = 3
 runs beside the next."""
 
 
-def swap_out_chunks(cost: CostProfile, config: SchedulerConfig) -> int:
-    """While fewer GPU slots are free or reclaimable, chunks are copied out ahead of time, as far as
-    HOST has room for copies."""
+def swap_out_mark(cost: CostProfile, config: SchedulerConfig) -> int:
+    """Returns the mark. While fewer GPU slots are free or reclaimable, chunks are copied out ahead
+    of time, as far as HOST has room for copies."""
     share = config.swap_out_below
     if share is None:
         share = propose_swap_out_below(cost, config)

@@ -1,5 +1,4 @@
-"""The interface between a device and the executor: 15 methods and a property. `cpu.py` and
-`cuda.py` implement it.
+"""The interface between a device and the executor. `cpu.py` and `cuda.py` implement it.
 
 **Lanes.** Work is put on one of three lanes (COMPUTE, IN, OUT). Each lane does its work in the
 order of issue; only `wait` orders work on different lanes. On CUDA a lane is a stream (two if

@@ -117,13 +117,13 @@ class StepPacker:
         token_ids[generated:] = plan.token_ids
         # Of each sampled row, its distance from the end of its segment: 1, or n to 1 for a segment
         # with n.
-        before = samples.cumsum(dtype=np.int32).repeat(samples) - np.arange(
+        from_end = samples.cumsum(dtype=np.int32).repeat(samples) - np.arange(
             len(plan.samples), dtype=np.int32
         )
         sample_seats = seats.repeat(samples)
-        sample_rows = q_ends.repeat(samples) - before
+        sample_rows = q_ends.repeat(samples) - from_end
         # the positions of the tokens to be drawn
-        drawn = ends.repeat(samples) - before + np.int32(1)
+        drawn = ends.repeat(samples) - from_end + np.int32(1)
         scored_seats: Sequence[int] = ()
         if plan.scored:
             scored_rows, scored_seats = scored(spans, q_ends[generated:])

@@ -57,8 +57,8 @@ class Move:
 
 
 class VictimGroup:
-    """Chunks of one weight class and one stamp, such as those of one turn: their V is the same at
-    any time."""
+    """Chunks of one weight class and one stamp, such as those of one turn: their retention value
+    is the same at any time (see `retention`)."""
 
     __slots__ = ("_last", "_sorted", "chunks", "number", "stamp")
 

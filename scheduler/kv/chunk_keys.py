@@ -50,12 +50,12 @@ class ChunkKeys:
         size, windows = self._size, self._windows
         begin = context_start // size
         keys += [NO_KEY] * (begin - len(keys))
-        # the first chunk that sees less
-        moved = -1 if windows is None else windows.end(context_start) // size
+        # the first chunk that does not see its whole context
+        first_moved = -1 if windows is None else windows.end(context_start) // size
         for index in range(len(keys), end // size):
             previous = keys[-1] if index > begin else self._root(salt, context_start)
-            if index == moved:
-                previous = self._marked(previous)
+            if index == first_moved:
+                previous = self._with_windows(previous)
             keys.append(chunk_key(previous, tokens, index * size, (index + 1) * size))
 
     def first(self, context_start: int, salt: bytes, tokens: Tokens) -> ChunkKey:
@@ -85,10 +85,13 @@ class ChunkKeys:
 
     def _root(self, salt: bytes, context_start: int) -> ChunkKey:
         root = root_key(self._seed, self._size, salt)
-        return self._marked(root, context_start.to_bytes(8, "little")) if context_start else root
+        return (
+            self._with_windows(root, context_start.to_bytes(8, "little")) if context_start else root
+        )
 
-    def _marked(self, key: ChunkKey, with_it: bytes = b"") -> ChunkKey:
-        return ChunkKey(hashlib.sha256(key + self._digest + with_it).digest())
+    def _with_windows(self, key: ChunkKey, start: bytes = b"") -> ChunkKey:
+        """A key that depends on the rules of context overflow too."""
+        return ChunkKey(hashlib.sha256(key + self._digest + start).digest())
 
     @cached_property
     def _digest(self) -> bytes:

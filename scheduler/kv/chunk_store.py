@@ -169,7 +169,7 @@ class ChunkStore:
         self.update_victim_set(owner)
         return owner
 
-    def name(self, context: KeyedContext, first: int, end: int) -> None:
+    def note_context(self, context: KeyedContext, first: int, end: int) -> None:
         """The context's chunks number `first` up to `end` are in use. `NotedChunkStore` notes
         it."""
 

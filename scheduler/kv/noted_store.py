@@ -90,7 +90,7 @@ class NotedChunkStore(ChunkStore):
             states=[*self._states.items()],
         )
 
-    def name(self, context: KeyedContext, first: int, end: int) -> None:
+    def note_context(self, context: KeyedContext, first: int, end: int) -> None:
         run = ContextRun(first, end, context.keys, context.tokens, context.request.salt)
         self._names.append(run)
 

@@ -103,7 +103,8 @@ def class_weight(weight_class: int) -> float:
 
 
 def eviction_policy(name: str, cost: CostProfile, quotas: bool = False) -> EvictionPolicy:
-    """The policy for a checked `--eviction`."""
+    """The policy for a checked `--eviction`. `-conversation` and `-plain` evict whole turns; the
+    latter does not see the queue."""
     kind, _, form = name.partition("-")
     return EvictionPolicy(
         cost,

@@ -18,7 +18,8 @@ from ..types import InvariantError
 class SlotPool:
     """`last[lane][slot]` is the last ticket on `lane` that reads or writes the slot, 0 for none.
 
-    `beyond`: so many slots behind those of the pool are not in it, but have tickets.
+    `beyond`: so many slots behind those of the pool, which hold states, are not in it, but have
+    tickets.
     """
 
     def __init__(self, count: int, beyond: int = 0):

@@ -144,7 +144,7 @@ class Admission:
 
         If another request has joined since, the need is looked up again: the two may share chunks.
         """
-        if self._queues.empty or self._too_large != (turn, self._epochs):
+        if self._queues.no_rows or self._too_large != (turn, self._epochs):
             return False
         return self._store.available + self._queues.coming_free() < turn.wanted
 
@@ -158,18 +158,18 @@ class Admission:
         self._too_large = turn, self._epochs
 
     def _wanted(self, needs: RequestNeeds) -> int:
-        return needs.new_slots + needs.idle_safe + self._config.reserved_chunks
+        return needs.new_slots + needs.idle_spare + self._config.reserved_chunks
 
     def _fits(self, needs: RequestNeeds) -> bool:
         """True if there is room for all its slots and the reserve. With an empty batch the reserve
         may be used."""
         store = self._store
         needed = needs.new_slots
-        if self._queues.empty:
-            return store.obtainable - needs.idle_safe - needs.idle_only >= needed
+        if self._queues.no_rows:
+            return store.obtainable - needs.idle_spare - needs.idle_only >= needed
         if store.available + self._queues.coming_free() < self._wanted(needs):
             return False
-        return store.available - needs.idle_safe >= needed
+        return store.available - needs.idle_spare >= needed
 
     def _reserve(self, turn: Turn, needs: RequestNeeds, builder: PlanBuilder) -> RunningTurn:
         """Pins every hit, then takes a slot for every chunk that is swapped in or computed."""
@@ -195,7 +195,7 @@ class Admission:
         turn.context_start = needs.context_start
         turn.keys = needs.keys[:]
         turn.key_chains, turn.first_keys = {}, {}
-        store.name(turn, 0, len(turn.request.prompt) // size)
+        store.note_context(turn, 0, len(turn.request.prompt) // size)
         live = None
         if self._config.states is not None:
             next_kept = len(turn.tokens) + self._config.states.generated

@@ -142,7 +142,7 @@ class Batcher:
             self._queues.unseat(row)
             if self._states is not None:
                 self._states.forget(turn)  # it belongs to the context that ends here
-            self._queues.queue_again(row, None, builder.now)
+            self._queues.requeue(row, builder.now, keeps_tail=False)
             row.leaving = True
             return False
         start = windows.start(row.first_without_slot, turn.context_start)

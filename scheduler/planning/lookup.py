@@ -37,7 +37,7 @@ class RequestNeeds:
     spans         the tokens to compute, ascending; the last one ends with the prompt and samples
     swap_ins      those of `chunks` that are on HOST only
     tail          the tail among `chunks`, valid for `tail_tokens` tokens
-    idle_safe, idle_only
+    idle_spare, idle_only
                   hits on the GPU that no row holds, with and without a copy: once pinned, their
                   slots are not obtainable
     new_slots     GPU slots for the chunks that are swapped in or computed
@@ -55,7 +55,7 @@ class RequestNeeds:
     swap_ins: deque[Chunk]
     tail: Chunk | None
     tail_tokens: int
-    idle_safe: int
+    idle_spare: int
     idle_only: int
     new_slots: int
     usage: Usage
@@ -249,7 +249,7 @@ class CacheLookup:
         view.held = -(-end // size) - view.first
 
         hits: list[Chunk | None] = []
-        had_kv: list[bool] = []
+        computed_before: list[bool] = []  # False for a hit
         to_read: list[Chunk] = []
         unknown = 0
         # With states, later tokens are computed again if KV before them is missing.
@@ -262,7 +262,7 @@ class CacheLookup:
             chunk = find(key)
             if chunk is not None and chunk.slots[GPU] >= 0 and not chunk.awaits_swap_in:
                 hits.append(chunk)
-                had_kv.append(False)
+                computed_before.append(False)
                 continue
             if key in self._store.pending or (chunk is not None and self._coming(chunk)):
                 return next(last for last in reversed(seen) if self.must_wait(last))
@@ -276,7 +276,7 @@ class CacheLookup:
                 and (at_any_cost or self._cost.recompute(chunk.end) >= swap_in)
             )
             hits.append(chunk if hit else None)
-            had_kv.append(not hit and self._store.was_computed(key))
+            computed_before.append(not hit and self._store.was_computed(key))
             unknown += chunk is None
             # of one chunk a tail may have a part, and of another there may be no more
             if (unknown - 2) * size > most:
@@ -288,7 +288,7 @@ class CacheLookup:
                 return NeedsReads(to_read, hits)
         missing = -(-count // size) - view.first - len(hits)
         hits += [None] * missing
-        had_kv += [False] * missing
+        computed_before += [False] * missing
         if view.tail is not None:
             index = view.tail.end // size - 1 - view.first
             if 0 <= index < view.held and hits[index] is None:
@@ -296,7 +296,7 @@ class CacheLookup:
             else:
                 view.tail = None
                 view.tail_tokens = 0
-        return self._needs(view, hits, had_kv, to_read, rows)
+        return self._needs(view, hits, computed_before, to_read, rows)
 
     def _usable_tail(
         self, turn: Turn, conversation: Conversation | None, context_start: int
@@ -340,7 +340,7 @@ class CacheLookup:
         spans: deque[Span] = deque()
         swap_ins: deque[Chunk] = deque()
         sources = dict.fromkeys((*LABELS, "recomputed"), 0)
-        idle_safe = idle_only = 0
+        idle_spare = idle_only = 0
         had_kv = self._had_kv(view)
         first = reached = 0  # [first, reached): the span being built
         for index, chunk in enumerate(hits, view.first):
@@ -364,7 +364,7 @@ class CacheLookup:
                 swap_ins.append(chunk)
                 continue
             if chunk.victim_set is spare:
-                idle_safe += 1
+                idle_spare += 1
             elif chunk.victim_set is only:
                 idle_only += 1
         if first < reached:
@@ -415,7 +415,7 @@ class CacheLookup:
             swap_ins=swap_ins,
             tail=tail,
             tail_tokens=view.tail_tokens,
-            idle_safe=idle_safe,
+            idle_spare=idle_spare,
             idle_only=idle_only,
             new_slots=chunks.count(None) + len(swap_ins),
             usage=usage,

@@ -85,7 +85,7 @@ class StepCopies:
         return Tickets(swap_in=self._after_in, swap_out=self._after_out)
 
     def batches(self) -> tuple[CopyBatch, ...]:
-        copies = vars(self)
+        copies = vars(self)  # has the batches that were used
         order = ("evictions", "gated", "early", "swap_outs_ahead")
         return tuple(
             copies[name].freeze(gated=name == "gated")

@@ -57,7 +57,7 @@ class QueueOrder:
         self._overtaking = OVERTAKING[config.queue_order]
         self._seats = config.max_num_seqs
         self._reply_tokens = float(FIRST_REPLY_TOKENS)
-        self._held: Counter[str] = Counter()
+        self._owner_seats: Counter[str] = Counter()  # rows of each owner
 
     def arrived(self, turn: Turn, there: int) -> None:
         """Predicts the turn's work and sets its allowance. Called before the turn is queued.
@@ -88,14 +88,14 @@ class QueueOrder:
         return sorted(by_ratio, key=lambda turn: 2 * turn.order[0] + (turn.usage is None))
 
     def candidates(self, rows: Sequence[RunningTurn], now: float) -> Iterator[Turn]:
-        """Yields each request that may join once, in the order in which they should. `rows`: the
-        rows in seats.
+        """Yields each request that may join once, in the order in which they should. `rows`: all
+        that have joined.
 
         The caller lets each one join (it calls `joins` and removes it from the queue), or leaves it
         waiting. The iteration ends at a suspended request that is not ready: no request behind it
         may join.
         """
-        self._held = Counter(row.turn.request.owner for row in rows)
+        self._owner_seats = Counter(row.turn.request.owner for row in rows)
         tried: set[Turn] = set()
         for turn in self._by_owner(now):
             while turn not in tried:
@@ -114,7 +114,7 @@ class QueueOrder:
     def joins(self, turn: Turn, work: float) -> None:
         """Subtracts the work of the turn, which leaves the queue, from the allowances of the
         requests that it passes."""
-        self._held[turn.request.owner] += 1
+        self._owner_seats[turn.request.owner] += 1
         if not turn.resumes:
             for other in self._passed(turn, inf):
                 other.allowance -= work + turn.reply_work
@@ -122,7 +122,7 @@ class QueueOrder:
     def _by_owner(self, now: float) -> Iterator[Turn]:
         """Orders like `preferred`, but requests of owners with fewer seats first. The number of
         seats may grow meanwhile."""
-        held = self._held
+        held = self._owner_seats
         preferred = self.preferred(now)
         places = defaultdict[str, deque[int]](deque)
         for place, turn in enumerate(preferred):
@@ -155,7 +155,7 @@ class QueueOrder:
     def _passed(self, turn: Turn, below: float) -> Iterator[Turn]:
         """Yields the requests that `turn` would pass and whose allowances are below `below`
         seconds."""
-        held = self._held
+        held = self._owner_seats
         priority = turn.order[0]
         owner_seats = held[turn.request.owner]
         for other in self._waiting:

@@ -45,7 +45,8 @@ class RequestQueues:
         yield from self.swapping_in
 
     @property
-    def empty(self) -> bool:
+    def no_rows(self) -> bool:
+        """True if no request has joined; some may wait."""
         return not (self.rows or self.swapping_in)
 
     @property
@@ -176,10 +177,9 @@ class RequestQueues:
             self.unseat(row)
             self.requeue(row, now)
 
-    def requeue(self, row: RunningTurn, now: float) -> None:
-        self.queue_again(row, self._keep_tail(row), now)
-
-    def queue_again(self, row: RunningTurn, tail: Chunk | None, now: float) -> None:
+    def requeue(self, row: RunningTurn, now: float, keeps_tail: bool = True) -> None:
+        """Releases a row that has no seat, and returns its turn to the queue."""
+        tail = self._tail_to_keep(row) if keeps_tail else None
         turn = row.turn
         turn.tail = tail
         turn.promotes = True
@@ -187,7 +187,7 @@ class RequestQueues:
         self.release_row(row, tail, now)
         self.enqueue(turn)
 
-    def _keep_tail(self, row: RunningTurn) -> Chunk | None:
+    def _tail_to_keep(self, row: RunningTurn) -> Chunk | None:
         """The partly filled chunk that the row would append to when it resumes; with states the
         last one, which the exact state needs."""
         if not self._config.reuse:

@@ -31,6 +31,7 @@ class Turn:
     tail          while suspended: a private, partly filled chunk left by its last stay, perhaps
                   dropped meanwhile
     state         private, at the end of its last stay in a seat; None: none
+    usage         sources of its prompt's KV, as its first seat found them; None before that seat
     scored        prompt positions whose log probabilities have been reported
     wanted        GPU slots that it needed at its last lookup, if it did not get them; else 0
     waiting_for   key of the last chunk that it waits for, as last seen: a running row computes or
@@ -126,7 +127,8 @@ class RunningTurn:
     position      the next position to generate from, once no spans are left
     last_position
                   the last position that is ever computed: its sample is the last token allowed
-    begin, end    token counts with the first token of the reply, and with the last one allowed
+    begin, end    counts of tokens, the prompt's included, once the reply has its first one, and
+                  once it has the last one allowed
     window_end    the first position that does not see the whole row
     first_without_slot
                   the first position that cannot be computed yet: it has no slot, or is at

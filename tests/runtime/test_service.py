@@ -54,7 +54,7 @@ class Scheduler(SimpleNamespace):
         self.awaits_result = False
         self.draft_timing = SimpleNamespace(applied=lambda came, now, waits: None)
         self.has_work = lambda now: False
-        self.expire = lambda now: []
+        self.time_out = lambda now: []
         self.stop = lambda now: None
         self.conversations = Conversations(self)
         disk = {"keys": self.keys, "erase": self.erase, "take_erased": self.take_erased}
@@ -372,7 +372,7 @@ def test_a_request_that_comes_while_the_plan_can_wait_is_in_it(
     service = Service(service._scheduler, executor, ours, pace)
     scheduler.next_plan = next_plan
     scheduler.in_flight = 0
-    scheduler.expire = lambda now: []
+    scheduler.time_out = lambda now: []
     began = time.monotonic()
     service.run(Ready("", 1, 1, (), "", 32, 1))
     assert scheduler.calls == [("add", 1), "plan"] and time.monotonic() - began < 60
@@ -396,7 +396,7 @@ def test_work_in_pieces_goes_on_while_the_device_computes(
     service = Service(service._scheduler, executor, ours, pace)
     scheduler.next_plan = next_plan
     scheduler.in_flight = 0
-    scheduler.expire = lambda now: []
+    scheduler.time_out = lambda now: []
     service.run(Ready("", 1, 1, (), "", 32, 1))
     assert scheduler.calls == ["share"] * 3 + ["plan"]
 

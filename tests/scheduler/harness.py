@@ -207,7 +207,7 @@ class Harness:
 
     def time_out(self):
         """Requests that have waited too long for a seat are refused."""
-        for request_id in self.scheduler.expire(self.now):
+        for request_id in self.scheduler.time_out(self.now):
             assert not self.open.pop(request_id)[1]
             self.counts["timed out"] += 1
 

@@ -557,6 +557,6 @@ def test_slots_on_their_way_free_are_no_room_yet():
     scheduler = harness.scheduler
     scheduler._queues.coming_free = lambda: 8
     new = scheduler._store.available - 2
-    for idle_safe, fits in ((2, True), (3, False)):
-        needs = SimpleNamespace(new_slots=new, idle_safe=idle_safe, idle_only=0)
+    for idle_spare, fits in ((2, True), (3, False)):
+        needs = SimpleNamespace(new_slots=new, idle_spare=idle_spare, idle_only=0)
         assert scheduler._admission._fits(needs) is fits

@@ -11,7 +11,7 @@ from pensieve.scheduler.cost import CostProfile
 from pensieve.scheduler.cost_estimate import analytic_profile, break_even_disk
 from pensieve.scheduler.planning.step_limit import most_tokens
 from pensieve.scheduler.sim.simulator import simulate
-from pensieve.scheduler.swap_out_mark import propose_swap_out_below, swap_out_chunks
+from pensieve.scheduler.swap_out_mark import propose_swap_out_below, swap_out_mark
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.simulate import parser, plan_runs
 
@@ -259,9 +259,9 @@ def test_the_mark_falls_as_the_pool_grows_and_is_a_setting_that_works():
 def test_without_a_mark_the_proposed_one_counts():
     quick_link = a_profile()
     proposed = propose_swap_out_below(quick_link, POOL)
-    assert swap_out_chunks(quick_link, POOL) == int(proposed * 1000) != 250
-    assert swap_out_chunks(quick_link, replace(POOL, swap_out_below=0.5)) == 500
-    assert swap_out_chunks(quick_link, replace(POOL, swap_out_below=0.0)) == 0
+    assert swap_out_mark(quick_link, POOL) == int(proposed * 1000) != 250
+    assert swap_out_mark(quick_link, replace(POOL, swap_out_below=0.5)) == 500
+    assert swap_out_mark(quick_link, replace(POOL, swap_out_below=0.0)) == 0
 
 
 @pytest.mark.slow

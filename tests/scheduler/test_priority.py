@@ -108,9 +108,9 @@ def test_a_request_without_a_seat_in_time_is_refused():
     first, second = harness.submit([2], 2), harness.submit([3], 2)
     harness.now = 1.0
     third = harness.submit([4], 2)
-    assert scheduler.expire(1.25) == []
-    assert scheduler.expire(1.5) == [first, second]
-    assert scheduler.expire(1.5) == []
+    assert scheduler.time_out(1.25) == []
+    assert scheduler.time_out(1.5) == [first, second]
+    assert scheduler.time_out(1.5) == []
     assert scheduler.open_requests() == [running, third]
     harness.check()
     for gone in (first, second):
@@ -123,7 +123,7 @@ def test_a_suspended_request_had_its_seat():
     harness.submit(range(20), 40, "a")
     second = harness.submit(range(100, 120), 30, "b")
     harness.run_until(lambda: harness.state(second) == "suspended")
-    assert harness.scheduler.expire(1e6) == []
+    assert harness.scheduler.time_out(1e6) == []
     harness.drain()
 
 
@@ -135,9 +135,9 @@ def test_one_that_left_is_not_taken_for_a_later_one_of_its_id():
     harness.abort(first)
     harness.now = 0.8
     again = harness.submit([3], 2, id=first)
-    assert harness.scheduler.expire(1.2) == []
+    assert harness.scheduler.time_out(1.2) == []
     assert harness.scheduler.open_requests() == [running, again]
-    assert harness.scheduler.expire(1.8) == [again]
+    assert harness.scheduler.time_out(1.8) == [again]
     del harness.open[again]
     harness.drain()
 
@@ -147,7 +147,7 @@ def test_no_request_is_refused_without_a_time_out():
     harness.submit([1], 4)
     harness.submit([2], 4)
     harness.tick()
-    assert harness.scheduler.expire(1e9) == []
+    assert harness.scheduler.time_out(1e9) == []
     harness.drain()
 
 

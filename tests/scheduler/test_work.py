@@ -372,7 +372,7 @@ def test_a_request_may_end_while_it_is_prepared(how):
     else:
         harness.scheduler.work.renew()
         harness.now += 10.0
-        assert harness.scheduler.expire(harness.now) == [request]
+        assert harness.scheduler.time_out(harness.now) == [request]
     del harness.open[request]
     harness.scheduler.check()
     assert harness.scheduler.open_requests() == [running]

@@ -87,7 +87,7 @@ def test_idle_hits_count_as_no_longer_obtainable():
     spread(harness, "gb-hb")
     needs = find(harness, harness.submit([*harness.logs["a"], 1], 3, "a"))
     # the tail is the second one without a copy
-    assert (needs.idle_safe, needs.idle_only) == (2, 1 + 1)
+    assert (needs.idle_spare, needs.idle_only) == (2, 1 + 1)
     harness.drain()
 
 
