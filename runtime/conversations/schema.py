@@ -121,7 +121,7 @@ class StoredConversation:
     parent        the id of the conversation that it was forked from, or of the response that it
                   continues
     thread        the loop's id for its KV: a response shares that of the first one in its line
-    body          of a response: the object as it was sent, JSON
+    body          JSON; of a response: the object as it was sent; of a conversation: its metadata
     tokens        length of its log
     salt          of its last turn (`Request.salt`)
     title         the beginning of its first message (`transcript.title_of`); None: it is empty, has

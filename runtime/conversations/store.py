@@ -30,10 +30,12 @@ from .databases import Database, open_database
 from .schema import REMOVED, Gone, Name, Opening, StoredConversation
 from .transcript import (
     OTHERS,
+    Message,
     StoredTurn,
     Transcript,
     common_messages,
     dialogue_keys,
+    ends_with_completion,
     keys_behind,
     title_of,
 )
@@ -41,6 +43,8 @@ from .transcript import (
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+Edit = Callable[[Sequence[Message]], Sequence[Message]]
+"""Gets the messages of a conversation, which it does not change, and returns the new ones."""
 
 MOST_BRANCHES = 16  # of a conversation: each commit looks at the ends of all of them
 MOST_CACHED = 4_000_000  # `Line.size` of all lines that are kept in memory, about 70 MB
@@ -462,11 +466,7 @@ class HistoryStore:
         }
         if alone:
             if self._held_by_another(conversation.number, turn):
-                raise RequestError(
-                    ErrorKind.CONFLICT,
-                    f"a turn of conversation {conversation.id!r} {IN_FLIGHT}",
-                    "conversation",
-                )
+                raise _in_flight(conversation)
             self._db.execute(
                 "DELETE FROM open_turns WHERE conversation = :number AND alone = 1", values
             )
@@ -579,12 +579,7 @@ class HistoryStore:
                 salt=salt,
                 title=title_of(whole),
             )
-            self._db.execute(
-                "UPDATE conversations SET head = :head, tokens = :tokens, active = :active, salt = "
-                ":salt, "
-                "title = :title WHERE number = :number",
-                _row(after),
-            )
+            self._set_head(after)
             others = [branch for branch in branches if branch.head != parent]
             for continued in (branch for branch in branches if branch.head == parent):
                 self._db.execute(
@@ -658,12 +653,69 @@ class HistoryStore:
         )
         return [StoredConversation(*row) for row in rows[:limit]], len(rows) > limit
 
-    def create(self, name: Name, now: float) -> StoredConversation:
-        """Creates an empty conversation. Raises RequestError: CONFLICT if the name is taken,
-        TOO_MANY beyond the owner's quota."""
+    def create(
+        self,
+        name: Name,
+        now: float,
+        messages: Sequence[Message] = (),
+        metadata: str | None = None,
+    ) -> StoredConversation:
+        """Creates a conversation of these messages. Raises RequestError: CONFLICT if the name is
+        taken, TOO_MANY beyond the owner's quota."""
         with self.transaction():
             self._need_free(name, now)
-            return self._insert(name, now)
+            created = self._insert(name, now, body=metadata)
+            return self.edit(name, now, lambda _: messages) if messages else created
+
+    def edit(self, name: Name, now: float, change: Edit) -> StoredConversation:
+        """Replaces the conversation's messages without a reply. Turns in front of the first message
+        that differs stay with their tokens. The messages behind them have none: the next prompt is
+        tokenized from there on. KV of turns that only this conversation had is erased.
+
+        Raises what `change` raises, and RequestError: NOT_FOUND; CONFLICT while a turn with the
+        server's history is open, or if the history ends with a plain completion."""
+        with self.transaction():
+            conversation = self.get(name, now)
+            if self._held_by_another(conversation.number, b""):
+                raise _in_flight(conversation)
+            line = self._line_to(conversation.head)
+            if line is not None and ends_with_completion(line.last.turn):
+                reason = f"conversation {name.id!r} ends with a plain completion"
+                raise RequestError(
+                    ErrorKind.CONFLICT, f"{reason}: its messages cannot be edited", "conversation"
+                )
+            messages = tuple(change(line.whole.messages if line is not None else ()))
+            past = _unchanged_turns(line, messages) if line is not None else None
+            before = past.whole if past is not None else Transcript((), array("i"), "", 0)
+            whole = replace(before, messages=messages)
+            head = past.last.number if past is not None else None
+            if len(before.messages) < len(messages):
+                head = self._add_turn(past, whole, uuid.uuid4().bytes).number
+            old = conversation.head
+            edited = replace(
+                conversation,
+                head=head,
+                tokens=len(whole.tokens),
+                active=now,
+                title=title_of(whole),
+            )
+            self._set_head(edited)
+            if old is not None and (past is None or old != past.last.number):
+                gone = self._insert(
+                    name._replace(id=uuid.uuid4().hex), now, thread=conversation.thread
+                )
+                gone = replace(gone, head=old, tokens=conversation.tokens, salt=conversation.salt)
+                self._set_head(gone)
+                self._expired.append(self._remove(gone))
+        return edited
+
+    def _set_head(self, conversation: StoredConversation) -> None:
+        self._db.execute(
+            "UPDATE conversations SET head = :head, tokens = :tokens, active = :active, salt = "
+            ":salt, "
+            "title = :title WHERE number = :number",
+            _row(conversation),
+        )
 
     def fork(self, name: Name, new_id: str, now: float) -> StoredConversation:
         """Creates a second conversation with the same history. Raises RequestError:
@@ -684,13 +736,13 @@ class HistoryStore:
             fork, head=source.head, tokens=source.tokens, salt=source.salt, title=source.title
         )
 
-    def change(self, name: Name, now: float, **values: float | None) -> StoredConversation:
-        """Sets `ttl`, `history_ttl` or `pinned_until`. Raises RequestError (NOT_FOUND)."""
+    def change(self, name: Name, now: float, **values: Any) -> StoredConversation:
+        """Sets `ttl`, `history_ttl`, `pinned_until` or `body`. Raises RequestError (NOT_FOUND)."""
         with self.transaction():
-            conversation = replace(self.get(name, now), **values)  # type: ignore[arg-type]
+            conversation = replace(self.get(name, now), **values)
             self._db.execute(
                 "UPDATE conversations SET ttl = :ttl, history_ttl = :history_ttl, pinned_until = "
-                ":pinned_until "
+                ":pinned_until, body = :body "
                 "WHERE number = :number OR (owner = :owner AND kind = 'branch' AND parent = :id)",
                 _row(conversation),
             )
@@ -1062,6 +1114,8 @@ class HistoryStore:
 
     def _know(self, line: Line) -> None:
         self._forget_line(line.last.number)
+        if not line.last.turn.tokens:  # an edit: its messages may be long, and do not count
+            return
         self._lines[line.last.number] = line
         self._cached_size += line.size
         while self._cached_size > MOST_CACHED:
@@ -1273,6 +1327,25 @@ def _up_to(line: Line, last: LineTurn) -> Line:
     numbers = list(line.turns)
     return Line(
         {number: line.turns[number] for number in numbers[: numbers.index(last.number) + 1]}
+    )
+
+
+def _unchanged_turns(line: Line, messages: tuple[Message, ...]) -> Line | None:
+    """The part of the line whose messages are, in the same form, a beginning of these."""
+    equal = common_prefix(line.whole.messages, messages)
+    count = len(line.whole.messages)
+    for turn in reversed(line.turns.values()):
+        if 0 < count <= equal:
+            return _up_to(line, turn)
+        count -= len(turn.turn.messages)
+    return None
+
+
+def _in_flight(conversation: StoredConversation) -> RequestError:
+    return RequestError(
+        ErrorKind.CONFLICT,
+        f"a turn of conversation {conversation.id!r} {IN_FLIGHT}",
+        "conversation",
     )
 
 

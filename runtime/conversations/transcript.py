@@ -19,7 +19,7 @@ import hashlib
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -31,7 +31,10 @@ OTHERS = -1
 """Value of `inside` for token ids of another tokenizer: none of them may be used."""
 
 Message = dict[str, Any]
-"""A message in the chat template's form."""
+"""A message in the chat template's form. With `KEPT_IDS` it has the ids of the items that clients
+see it as; without, they follow from the dialogue (`conversation_items`)."""
+
+KEPT_IDS = "item_ids"
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,8 +315,16 @@ def keys_behind(key: bytes, messages: Sequence[Message]) -> list[bytes]:
 def comparable(message: Message) -> Message:
     """The message without what clients may send back in another form: some drop thoughts, and some
     send a text as a list of parts."""
-    kept = {name: value for name, value in message.items() if name not in THOUGHTS}
+    left_out = (*THOUGHTS, KEPT_IDS)
+    kept = {name: value for name, value in message.items() if name not in left_out}
     return {**kept, "content": text_of(message["content"])}
+
+
+def without_ids(messages: Iterable[Message]) -> list[Message]:
+    """The messages as templates and chats have them."""
+    return [
+        {name: value for name, value in message.items() if name != KEPT_IDS} for message in messages
+    ]
 
 
 def common_messages(stored: Sequence[Message], sent: Sequence[Message]) -> int:

@@ -30,7 +30,7 @@ from ..messages import Forget, Fork, Keep
 from ..text.tokenizer import Tokenizer
 from .schema import Gone, Kind, Name, Opening, StoredConversation
 from .sessions import Prompt, PromptWatch, SessionKey, Sessions
-from .store import HistoryStore, Swept
+from .store import Edit, HistoryStore, Swept
 from .transcript import (
     OTHERS,
     Message,
@@ -43,6 +43,7 @@ from .transcript import (
     spliced,
     stored_tokens,
     tokens_inside,
+    without_ids,
 )
 
 log = logging.getLogger(__name__)
@@ -450,7 +451,7 @@ class Turns(ABC):
         render: Callable[[Sequence[Message]], str],
     ) -> tuple[str, array[int]]:
         assert self.tokenizer is not None
-        text = render(messages)
+        text = render(without_ids(messages))
         ids = spliced(self.tokenizer, text, past)
         return text, self.tokenizer.encode_rendered(text) if ids is None else ids
 
@@ -843,8 +844,15 @@ class TurnManager(Turns):
     ) -> tuple[list[StoredConversation], bool]:
         return await self.run(self._store.page, owner, limit, after, ascending, self.now())
 
-    async def create(self, name: Name) -> StoredConversation:
-        return await self.run(self._store.create, name, self.now())
+    async def create(
+        self, name: Name, messages: Sequence[Message] = (), metadata: str | None = None
+    ) -> StoredConversation:
+        """`metadata`: JSON. RequestError as `HistoryStore.create`."""
+        return await self.run(self._store.create, name, self.now(), messages, metadata)
+
+    async def edit(self, name: Name, change: Edit) -> StoredConversation:
+        """As `HistoryStore.edit`."""
+        return await self.run(self._store.edit, name, self.now(), change)
 
     async def fork(self, name: Name, new_id: str) -> StoredConversation:
         """Copies the history at once, and the claims on its KV if the loop has them."""
@@ -853,7 +861,7 @@ class TurnManager(Turns):
         return fork
 
     async def change(self, name: Name, **values: Any) -> StoredConversation:
-        """Sets `ttl`, `history_ttl` or `pinned_until`."""
+        """Sets `ttl`, `history_ttl`, `pinned_until` or `body`."""
         now = self.now()
         changed = await self.run(self._store.change, name, now, **values)
         self._keep(changed, now)

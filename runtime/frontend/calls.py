@@ -136,6 +136,8 @@ class GenerationCall:
             answer = first.message if self.generate.chat else None
             text = "".join(first.texts)
             stored = self.writer.stored(replies)
+            if answer is not None and self.turn.in_conversation:
+                answer |= self.writer.item_ids()
             await self.turn.commit(first.tokens, text, answer, first.request.salt, stored)
 
     def close(self, replies: Iterable[Reply]) -> None:

@@ -355,6 +355,11 @@ class CompletionWriter:
         """The stored body with which later calls get the answer; None except for a response."""
         return None
 
+    def item_ids(self) -> dict[str, list[str]]:
+        """After `stored`: the field of the reply's message with the ids that its items have in a
+        response; none if it has no such items."""
+        return {}
+
     def closing(self, replies: Sequence[Reply]) -> str:
         """The events after the last piece: usage if requested, and the end."""
         if not self._style.include_usage:

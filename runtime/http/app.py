@@ -443,7 +443,7 @@ def create_app(
             "tier_names": tiers,
         }
 
-    add_conversations(app, histories, client)
+    add_conversations(app, histories, client, settings.max_body_bytes)
     add_responses(app, histories)
     add_sessions(app, histories)
     add_ui(app, client, about)

@@ -6,7 +6,11 @@ that does not exist.
 
 from __future__ import annotations
 
+import asyncio
+import json
 import uuid
+from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, FastAPI, Request
@@ -15,12 +19,26 @@ from starlette.convertors import PathConvertor, register_url_convertor
 
 from ...scheduler.types import ErrorKind, RequestError
 from ..conversations.schema import Name, StoredConversation
-from ..conversations.transcript import Transcript
+from ..conversations.transcript import Message, Transcript, without_ids
 from ..conversations.turns import TurnManager, kv_name
 from ..frontend.bodies import parse
 from ..frontend.body_base import Body, ConversationId
 from ..frontend.engine_client import EngineClient
 from .auth import owner_of
+from .conversation_items import (
+    AddedItems,
+    Item,
+    Metadata,
+    NewItems,
+    found,
+    items_of,
+    no_item,
+    with_messages,
+    without_item,
+)
+from .request_body import read_body
+from .response_items import Input, messages_of
+from .responses import whole_items
 
 LONGEST_PAGE = 100
 LONGEST_BODY = 64 * 1024  # bytes: an id of 1,000 characters takes at most 12,000
@@ -29,27 +47,29 @@ DEFAULT_PIN_S = 3600.0
 Seconds = Annotated[float, Field(gt=0.0, allow_inf_nan=False, strict=False)]
 
 
-class NewConversation(Body):
-    """POST /v1/conversations, and .../fork."""
-
-    NEUTRAL: ClassVar = {"items": ([],), "metadata": ({},)}
-    INSTEAD: ClassVar = {
-        "items": "send them with the conversation's next request",
-        "metadata": "conversations have none; leave it out, and keep it by the conversation's id",
-    }
+class ForkBody(Body):
+    """POST /v1/conversations/{id}/fork."""
 
     id: ConversationId | None = None
 
 
-class Lifetime(Body):
-    """POST or PATCH /v1/conversations/{id}: null is the server's default; an absent field stays
-    unchanged."""
+class NewConversation(ForkBody):
+    """POST /v1/conversations."""
+
+    items: NewItems = Field(default_factory=list)
+    metadata: Metadata = Field(default_factory=dict)
+
+
+class ConversationChange(Body):
+    """POST or PATCH /v1/conversations/{id}: null is the server's default, or no metadata; an absent
+    field stays unchanged."""
 
     OWN: ClassVar = frozenset({"ttl_s", "history_ttl_s"})
     KEEPS_NULL: ClassVar = True
 
     ttl_s: Seconds | None = None
     history_ttl_s: Seconds | None = None
+    metadata: Metadata | None = None
 
 
 class Pin(Body):
@@ -71,12 +91,12 @@ register_url_convertor("any", AnyId())
 
 
 class Page:
-    """Query of GET /v1/conversations. Raises RequestError (400)."""
+    """Query of a list. Raises RequestError (400)."""
 
-    def __init__(self, request: Request):
+    def __init__(self, request: Request, *ignored: str):
         query = request.query_params
         for name in query:
-            if name not in ("limit", "after", "order"):
+            if name not in ("limit", "after", "order", *ignored):
                 raise RequestError(
                     ErrorKind.INVALID, f"{name} is not a parameter that this server knows", name
                 )
@@ -101,10 +121,37 @@ class Page:
             )
         self.limit = int(limit)
 
+    def of(self, items: Sequence[Item]) -> dict[str, Any]:
+        """The page of these items, which are in ascending order. Raises RequestError (NOT_FOUND)
+        for an unknown `after`."""
+        ordered = items if self.ascending else items[::-1]
+        start = 0
+        if self.after is not None:
+            ids = [item["id"] for item in ordered]
+            if self.after not in ids:
+                raise no_item(self.after, "after")
+            start = ids.index(self.after) + 1
+        end = start + self.limit
+        return listed(ordered[start:end], end < len(ordered))
 
-def add_conversations(app: FastAPI, histories: TurnManager, client: EngineClient) -> None:
-    """Adds the endpoints. An id may contain slashes, so paths with a part after the id come
-    first."""
+
+def listed(objects: Sequence[dict[str, Any]], more: bool) -> dict[str, Any]:
+    """A page of a list in OpenAI's form. `more`: whether there are more objects behind it."""
+    ends = (objects[0]["id"], objects[-1]["id"]) if objects else (None, None)
+    return {
+        "object": "list",
+        "data": list(objects),
+        "first_id": ends[0],
+        "last_id": ends[1],
+        "has_more": more,
+    }
+
+
+def add_conversations(
+    app: FastAPI, histories: TurnManager, client: EngineClient, most_bytes: int
+) -> None:
+    """Adds the endpoints. An id may contain slashes, so paths with a part after the id come first.
+    `most_bytes`: of a conversation to which items are added."""
     router = APIRouter(prefix="/v1/conversations")
 
     def described(
@@ -129,23 +176,56 @@ def add_conversations(app: FastAPI, histories: TurnManager, client: EngineClient
             owner_of(request), page.limit, page.after, page.ascending
         )
         await client.refresh_all()
-        ids = [conversation.id for conversation in conversations]
-        ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
-        return {
-            "object": "list",
-            "data": [sized(conversation) for conversation in conversations],
-            **ends,
-            "has_more": more,
-        }
+        return listed([sized(conversation) for conversation in conversations], more)
 
     @router.post("")
     async def create(request: Request) -> dict[str, Any]:
-        body = await parsed(NewConversation, request)
-        return described(await histories.create(Name(owner_of(request), body.id or new_id())))
+        body = (
+            await read_body(NewConversation, request) if await request.body() else NewConversation()
+        )
+        messages = await new_messages(body.items, request)
+        name = Name(owner_of(request), body.id or new_id())
+        metadata = json.dumps(body.metadata) if body.metadata else None
+        return described(await histories.create(name, messages, metadata))
+
+    async def new_messages(items: Input, request: Request) -> list[Message]:
+        whole = await whole_items(items, histories, owner_of(request))
+        return [message.for_template() for message in messages_of(whole)]
+
+    @router.get("/{id:any}/items")
+    async def list_items(id: str, request: Request) -> dict[str, Any]:
+        page = Page(request, "include", "include[]")
+        _, transcript = await histories.load(Name(owner_of(request), id))
+        items = await asyncio.to_thread(items_of, transcript.messages)
+        return page.of(items)
+
+    @router.post("/{id:any}/items")
+    async def add_items(id: str, request: Request) -> dict[str, Any]:
+        body = await read_body(AddedItems, request)
+        messages = await new_messages(body.items, request)
+        added: list[Item] = []
+
+        def add(before: Sequence[Message]) -> list[Message]:
+            longer = with_messages(before, messages, most_bytes)
+            added[:] = items_of(longer)[len(items_of(before)) :]
+            return longer
+
+        await histories.edit(Name(owner_of(request), id), add)
+        return listed(added, False)
+
+    @router.get("/{id:any}/items/{item}")
+    async def look_at_item(id: str, item: str, request: Request) -> dict[str, Any]:
+        _, transcript = await histories.load(Name(owner_of(request), id))
+        return await asyncio.to_thread(found, transcript.messages, item)
+
+    @router.delete("/{id:any}/items/{item}")
+    async def delete_item(id: str, item: str, request: Request) -> dict[str, Any]:
+        change = partial(without_item, id=item)
+        return described(await histories.edit(Name(owner_of(request), id), change))
 
     @router.post("/{id:any}/fork")
     async def fork(id: str, request: Request) -> dict[str, Any]:
-        body = await parsed(NewConversation, request)
+        body = await parsed(ForkBody, request)
         return described(await histories.fork(Name(owner_of(request), id), body.id or new_id()))
 
     @router.post("/{id:any}/pin")
@@ -170,8 +250,10 @@ def add_conversations(app: FastAPI, histories: TurnManager, client: EngineClient
     @router.post("/{id:any}")
     @router.patch("/{id:any}")
     async def change(id: str, request: Request) -> dict[str, Any]:
-        body = await parsed(Lifetime, request)
+        body = await parsed(ConversationChange, request)
         values = {name.removesuffix("_s"): getattr(body, name) for name in body.model_fields_set}
+        if "metadata" in values:
+            values["body"] = json.dumps(values.pop("metadata") or {})
         return described(await histories.change(Name(owner_of(request), id), **values))
 
     @router.delete("/{id:any}")
@@ -213,7 +295,8 @@ def describe(
         "ttl_s": conversation.ttl,
         "history_ttl_s": conversation.history_ttl,
         "pinned_until": int(pinned) if pinned is not None else None,
+        "metadata": json.loads(conversation.body or "{}"),
     }
     if transcript is not None:
-        described["messages"] = list(transcript.messages)
+        described["messages"] = without_ids(transcript.messages)
     return described

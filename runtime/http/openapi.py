@@ -10,7 +10,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from ..frontend.bodies import ChatBody, CompletionBody
-from .conversations import Lifetime, NewConversation, Pin
+from .conversation_items import AddedItems
+from .conversations import ConversationChange, ForkBody, NewConversation, Pin
 from .messages import MessageBody, PromptBody
 from .responses import CountedBody, ResponseBody
 from .tokenize import DetokenizeBody, TokenizeBody
@@ -30,12 +31,15 @@ BODIES: dict[tuple[str, str], type[BaseModel]] = {
     ("/tokenize", "post"): TokenizeBody,
     ("/detokenize", "post"): DetokenizeBody,
     ("/v1/conversations", "post"): NewConversation,
-    (CONVERSATION, "post"): Lifetime,
-    (CONVERSATION, "patch"): Lifetime,
-    (f"{CONVERSATION}/fork", "post"): NewConversation,
+    (CONVERSATION, "post"): ConversationChange,
+    (CONVERSATION, "patch"): ConversationChange,
+    (f"{CONVERSATION}/fork", "post"): ForkBody,
+    (f"{CONVERSATION}/items", "post"): AddedItems,
     (f"{CONVERSATION}/pin", "post"): Pin,
 }
-OPTIONAL = frozenset({NewConversation, Lifetime, Pin})  # no body is an empty one
+OPTIONAL = frozenset(
+    {NewConversation, ForkBody, ConversationChange, Pin}
+)  # no body is an empty one
 
 
 def describe_bodies(app: FastAPI) -> None:

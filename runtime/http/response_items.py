@@ -51,14 +51,16 @@ ITEM_IDS = {
     "message": "msg_",
     "reasoning": "rs_",
     "function_call": "fc_",
+    "function_call_output": "fco_",
     "custom_tool_call": "ctc_",
 }
-"""How the ids of an output's items begin, by their types."""
+"""How the ids of items begin, by their types."""
 _ITEM_ID = re.compile(rf"(?:{'|'.join(ITEM_IDS.values())})([0-9a-f]{{32}})_[0-9]{{1,9}}")
 
 
 def item_id(kind: str, response: str, number: int) -> str:
-    """The id of an item. It names its response, so that a stored item is found by its id alone."""
+    """The id of an item. It names its response, so that a stored item is found by its id alone; in
+    a conversation, `response` is the hexadecimal name of the dialogue up to the item."""
     return f"{ITEM_IDS[kind]}{response.removeprefix(RESPONSE_ID)}_{number}"
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...scheduler.types import FinishReason, RequestError
+from ..conversations.transcript import KEPT_IDS
 from ..frontend.reply import CompletionWriter, Piece, Reply, Style, usage
 from ..frontend.reply_reader import ToolCall
 from .response_items import CUSTOM_INPUT, RESPONSE_ID, item_id
@@ -105,7 +106,17 @@ class ResponseWriter(CompletionWriter):
         }
 
     def stored(self, replies: Sequence[Reply]) -> str | None:
-        return json.dumps(self.whole(replies)) if self._about.store else None
+        whole = self.whole(replies)
+        return json.dumps(whole) if self._about.store else None
+
+    def item_ids(self) -> dict[str, list[str]]:
+        """A message has one item of thoughts, then one of text, then its calls."""
+        order = ("reasoning", "message")
+        apart = [[item.id for item in self._items if item.type == kind] for kind in order]
+        calls = [item.id for item in self._items if item.call is not None]
+        if any(len(ids) > 1 for ids in apart):
+            return {}
+        return {KEPT_IDS: [*apart[0], *apart[1], *calls]}
 
     def opening(self, replies: Sequence[Reply]) -> str:
         self._see(replies[0])

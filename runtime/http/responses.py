@@ -26,7 +26,15 @@ from ..frontend.reply import Style
 from ..frontend.structured_output import GUIDED, ReplyForm, ResponseFormat, reply_form
 from ..text.tokenizer import Tokenizer
 from .auth import owner_of
-from .response_items import Input, Items, LeftOut, ReferenceItem, messages_of, response_of
+from .response_items import (
+    Input,
+    Item,
+    Items,
+    LeftOut,
+    ReferenceItem,
+    messages_of,
+    response_of,
+)
 from .response_tools import ChosenTools, ToolChoice, Tools, chosen_tools, own_tools
 from .response_writer import About, ResponseWriter
 
@@ -225,11 +233,19 @@ _ITEMS: TypeAdapter[Items] = TypeAdapter(Items)
 
 
 async def with_stored_items(body: ResponseBody, histories: Turns, owner: str) -> ResponseBody:
-    """Returns the body with the items to which its references refer. Raises RequestError
-    (NOT_FOUND) for an id that no item of a stored response has."""
-    references = [item.id for item in body.input if isinstance(item, ReferenceItem)]
+    """Returns the body with `whole_items`."""
+    items = await whole_items(body.input, histories, owner)
+    return body.model_copy(update={"input": items})
+
+
+async def whole_items(
+    items: Sequence[Item | LeftOut], histories: Turns, owner: str
+) -> Sequence[Item | LeftOut]:
+    """Returns the items, with those to which references refer. Raises RequestError (NOT_FOUND) for
+    an id that no item of a stored response has."""
+    references = [item.id for item in items if isinstance(item, ReferenceItem)]
     if not references:
-        return body
+        return items
     stored: dict[str, Any] = {}
     for response in dict.fromkeys(map(response_of, references)):
         if response is not None:
@@ -242,11 +258,10 @@ async def with_stored_items(body: ResponseBody, histories: Turns, owner: str) ->
                 "items are stored only with store: true.",
                 "input",
             )
-    items = [
+    return [
         _ITEMS.validate_python([stored[item.id]])[0] if isinstance(item, ReferenceItem) else item
-        for item in body.input
+        for item in items
     ]
-    return body.model_copy(update={"input": items})
 
 
 async def _output(histories: Turns, name: Name) -> dict[str, Any]:
