@@ -699,14 +699,12 @@ class HistoryStore:
                 active=now,
                 title=title_of(whole),
             )
-            self._set_head(edited)
-            if old is not None and (past is None or old != past.last.number):
-                gone = self._insert(
-                    name._replace(id=uuid.uuid4().hex), now, thread=conversation.thread
+            if old is None or (past is not None and old == past.last.number):
+                self._set_head(edited)
+            else:
+                self._expired += self._released(
+                    [conversation], lambda: self._set_head(edited), head
                 )
-                gone = replace(gone, head=old, tokens=conversation.tokens, salt=conversation.salt)
-                self._set_head(gone)
-                self._expired.append(self._remove(gone))
         return edited
 
     def _set_head(self, conversation: StoredConversation) -> None:
@@ -1133,8 +1131,22 @@ class HistoryStore:
 
     def _remove_all(self, conversations: Sequence[StoredConversation]) -> list[Gone]:
         """Deletes them in this order."""
-        if not conversations:
-            return []
+        numbers = _listed([conversation.number for conversation in conversations])
+
+        def remove() -> None:
+            self._db.execute(f"DELETE FROM open_turns WHERE conversation IN ({numbers})")
+            self._db.execute(f"DELETE FROM conversations WHERE number IN ({numbers})")
+
+        return self._released(conversations, remove) if conversations else []
+
+    def _released(
+        self,
+        conversations: Sequence[StoredConversation],
+        unlink: Callable[[], None],
+        new_head: int | None = None,
+    ) -> list[Gone]:
+        """`unlink` takes their heads from them, and may point to `new_head` instead. Deletes
+        the turns that nothing needs then."""
         numbers = _listed([conversation.number for conversation in conversations])
         turns = [turn for (turn,) in self._db.execute(TREE.format(numbers=numbers))]
         tree: dict[int, TreeTurn] = {}
@@ -1142,8 +1154,9 @@ class HistoryStore:
             some = TREE_TURNS.format(numbers=_listed(turns[at : at + MOST_TURNS]))
             for number, parent, kept, tokens, uses in self._db.execute(some):
                 tree[number] = TreeTurn(parent, kept, _unpacked(tokens), uses)
-        self._db.execute(f"DELETE FROM open_turns WHERE conversation IN ({numbers})")
-        self._db.execute(f"DELETE FROM conversations WHERE number IN ({numbers})")
+        if new_head in tree:
+            tree[new_head].uses += 1
+        unlink()
         unused, all_gone = [], []
         for conversation in conversations:
             self._forget_line(conversation.head)

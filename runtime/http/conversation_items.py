@@ -69,7 +69,7 @@ def items_of(messages: Sequence[Message]) -> list[Item]:
     return [item for items in _items_by_message(messages) for item in items]
 
 
-def found(messages: Sequence[Message], id: str) -> Item:
+def find_item(messages: Sequence[Message], id: str) -> Item:
     """The item of this id. Raises RequestError (NOT_FOUND)."""
     items = _items_by_message(messages)
     at, place = _place(items, id)

@@ -30,7 +30,7 @@ from .conversation_items import (
     Item,
     Metadata,
     NewItems,
-    found,
+    find_item,
     items_of,
     no_item,
     with_messages,
@@ -216,7 +216,7 @@ def add_conversations(
     @router.get("/{id:any}/items/{item}")
     async def look_at_item(id: str, item: str, request: Request) -> dict[str, Any]:
         _, transcript = await histories.load(Name(owner_of(request), id))
-        return await asyncio.to_thread(found, transcript.messages, item)
+        return await asyncio.to_thread(find_item, transcript.messages, item)
 
     @router.delete("/{id:any}/items/{item}")
     async def delete_item(id: str, item: str, request: Request) -> dict[str, Any]:

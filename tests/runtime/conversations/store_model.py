@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from pensieve.runtime.conversations.schema import Gone, Name
+from pensieve.runtime.conversations.store import Edit
 from pensieve.runtime.conversations.transcript import Transcript, title_of
 from pensieve.scheduler.turns.conversations import common_prefix
 from pensieve.scheduler.types import ErrorKind, RequestError
@@ -146,6 +147,38 @@ class StoreModel:
                 pinned_until=changed.pinned_until,
             )
         return changed
+
+    def edit(self, name: Name, now: float, change: Edit) -> ModelConversation:
+        conversation = self.get(name, now)
+        if self._held_by_another(conversation.number, b""):
+            raise RequestError(ErrorKind.CONFLICT, "in flight")
+        line = self.line(conversation.head)
+        turns = self.state.turns
+        if line and self._ends_with_completion(line):
+            raise RequestError(ErrorKind.CONFLICT, "a completion")
+        messages = tuple(change(turns[line[0]].whole.messages if line else ()))
+        parent, before = None, Transcript((), array("i"), "", 0)
+        for turn in reversed(line):
+            whole = turns[turn].whole
+            if whole.messages and whole.messages == messages[: len(whole.messages)]:
+                parent, before = turn, whole
+        head = parent
+        if messages != before.messages:
+            self._last += 1
+            head = self._last
+            turns[head] = ModelTurn(parent, replace(before, messages=messages), None)
+        whole = replace(before, messages=messages)
+        edited = replace(
+            conversation,
+            head=head,
+            tokens=len(whole.tokens),
+            active=now,
+            title=title_of(whole),
+        )
+        self.state.conversations[name] = edited
+        if line and parent != line[0]:
+            self.state.expired.append(self._gone(name, conversation))
+        return edited
 
     def delete(self, name: Name, now: float) -> Gone:
         self.get(name, now)
@@ -302,6 +335,15 @@ class StoreModel:
             for turn in self.line(conversation.head)
         }
 
+    def _ends_with_completion(self, line: Sequence[int]) -> bool:
+        wholes = [self.state.turns[turn].whole for turn in line]
+        last = wholes[0]
+        spoken = [whole for whole in wholes if whole.messages == last.messages][-1]
+        if not last.messages:
+            return True
+        log = spoken.tokens
+        return len(last.tokens) > len(log) + 1 and last.tokens[: len(log)] == log
+
     def _kept(self, turn: int) -> int:
         """Tokens that it shares with the turn before it."""
         parent = self.state.turns[turn].parent
@@ -334,6 +376,10 @@ class StoreModel:
         self.state.expired += [self._remove(branch) for branch in self._branches(name)]
         gone = self.state.conversations.pop(name)
         self.state.open_turns = [one for one in self.state.open_turns if one[1] != gone.number]
+        return self._gone(name, gone)
+
+    def _gone(self, name: Name, gone: ModelConversation) -> Gone:
+        """What ends with the head that it had."""
         line = self.line(gone.head)
         used = self.used_turns()
         own = [turn for turn in line if turn not in used]

@@ -112,6 +112,19 @@ class Driver:
         tokens = [token for word in words for token in (ord(word), *draw.choices((1, 2), (9, 1)))]
         return Transcript(dialogue(*words), array("i", tokens), "".join(words), len(tokens))
 
+    def edited(self, name: Name) -> list[str]:
+        """The words of a conversation with one more, or without one of them."""
+        draw = self.draw
+        conversation = self.model.state.conversations.get(name)
+        words: list[str] = []
+        if conversation is not None and conversation.head is not None:
+            past = self.model.state.turns[conversation.head].whole
+            words = [message["content"] for message in past.messages]
+        if not words or draw.random() < 0.4:
+            return [*words, draw.choice("xyz")]
+        del words[-1 if draw.random() < 0.5 else draw.randrange(len(words))]
+        return words
+
     def step(self) -> None:
         draw = self.draw
         self.now += draw.choice((0.5, 1.0, 1.0, 5.0))
@@ -119,6 +132,7 @@ class Driver:
         now = self.now
         match draw.choice(
             ("commit", "commit", "open", "open", "open", "end", "end", "end", "respond", "other")
+            + ("edit", "edit")
         ):
             case "commit":
                 self.commit([name], None, None)
@@ -153,6 +167,10 @@ class Driver:
                     self.commit(
                         [new], None, None, behind, parent=behind.id, thread=behind.id, body="{}"
                     )
+            case "edit":
+                name = name._replace(kind="conversation")
+                edited = dialogue(*self.edited(name))
+                self.same("edit", name, now, lambda _: edited)
             case "other":
                 self.step_aside()
 

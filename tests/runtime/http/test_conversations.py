@@ -301,7 +301,8 @@ def test_every_name_that_is_taken_can_be_asked_for(serve: Any) -> None:
                 left = await server.ask("GET", CONVERSATIONS)
                 assert [entry["id"] for entry in left["data"]] == names[: len(names) - count][::-1]
             # a long one would stop every stream for seconds
-            await server.post(CONVERSATIONS, 413, items=[[]] * 30_000)
+            await server.post(f"{CONVERSATIONS}/a/pin", 413, ttl_s="1" * 70_000)
+            await server.post(CONVERSATIONS, 400, items=[[]] * 30_000)
             for body in ({"id": "x" * 1001}, {"id": ""}):
                 await server.post(CONVERSATIONS, 400, **body)
             await server.post(

@@ -1,0 +1,371 @@
+"""OpenAI's items of conversations, with the official client and by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from pydantic import TypeAdapter
+
+from pensieve.runtime.conversations.transcript import Message, without_ids
+from pensieve.runtime.http.conversation_items import (
+    find_item,
+    items_of,
+    with_messages,
+    without_item,
+)
+from pensieve.runtime.http.response_items import Input, messages_of
+from pensieve.runtime.messages import Forget
+from pensieve.scheduler.types import ErrorKind, RequestError
+
+from ..odd_tokenizer import byte_by_byte
+from ..served import CHAT, DONE, Served, run, serve
+
+__all__ = ["serve"]  # a fixture
+
+RESPONSES, CONVERSATIONS = "/v1/responses", "/v1/conversations"
+INPUT: TypeAdapter[Any] = TypeAdapter(Input)
+
+user = {"role": "user", "content": "hello"}
+
+
+def client_of(server: Served) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=server.http)
+
+
+async def prompt_text(server: Served) -> str:
+    """The text of the last request's prompt."""
+    tokens = server.requests[-1].prompt.tolist()
+    return str((await server.post("/detokenize", tokens=tokens))["prompt"])
+
+
+async def ids(server: Served, conversation: str) -> list[str]:
+    page = await server.ask("GET", f"{CONVERSATIONS}/{conversation}/items?order=asc&limit=100")
+    return [item["id"] for item in page["data"]]
+
+
+@pytest.mark.usefixtures("histories_at")  # with both databases
+def test_the_official_client(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            client = client_of(server)
+            conversations = client.conversations
+            first: Any = {"role": "user", "content": "What is the weather?"}
+            made = await conversations.create(items=[first], metadata={"topic": "weather"})
+            assert (made.object, made.metadata) == ("conversation", {"topic": "weather"})
+            updated = await conversations.update(made.id, metadata={"topic": "rain", "n": "1"})
+            assert updated.metadata == {"topic": "rain", "n": "1"}
+            assert (await conversations.update(made.id, metadata=None)).metadata == {}
+            call: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+            output: Any = {"type": "function_call_output", "call_id": "c", "output": "rain"}
+            text: Any = [{"type": "output_text", "text": "It rains.", "annotations": []}]
+            reply: Any = {"type": "message", "role": "assistant", "content": text}
+            added = await conversations.items.create(
+                made.id, items=[call, output, reply], include=["reasoning.encrypted_content"]
+            )
+            kinds = ["function_call", "function_call_output", "message"]
+            assert [item.type for item in added.data] == kinds and not added.has_more
+            assert (added.first_id, added.last_id) == (added.data[0].id, added.data[2].id)
+            response = await client.responses.create(
+                model="fake", input="And tomorrow?", conversation=made.id
+            )
+            assert response.conversation is not None and response.conversation.id == made.id
+            listed = [item async for item in conversations.items.list(made.id, order="asc")]
+            in_pages = [item async for item in conversations.items.list(made.id, limit=2)]
+            assert [item.id for item in in_pages] == [item.id for item in listed][::-1]
+            assert [item.type for item in listed] == ["message", *kinds, "message", "message"]
+            assert [item.id for item in listed[1:4]] == [item.id for item in added.data]
+            assert listed[-1].id == response.output[0].id
+            assert all(getattr(item, "status", None) == "completed" for item in listed)
+            for item in listed:
+                seen = await conversations.items.retrieve(str(item.id), conversation_id=made.id)
+                assert seen == item
+            page = await conversations.items.list(made.id, after=str(listed[1].id), order="asc")
+            assert page.data[0] == listed[2] and not page.has_more
+            # they are the messages that the other endpoints have
+            again = [item.model_dump(exclude_unset=True) for item in listed]
+            whole = await server.ask("GET", f"{CONVERSATIONS}/{made.id}")
+            given = INPUT.validate_python(again, context=[])
+            assert [one.for_template() for one in messages_of(given)] == whole["messages"]
+            stream = await client.responses.create(
+                model="fake", input="Thanks.", conversation={"id": made.id}, stream=True
+            )
+            *_, last = [event async for event in stream]
+            assert last.type == "response.completed"
+            assert (await ids(server, made.id))[-1] == last.response.output[0].id
+            await conversations.items.delete(str(listed[0].id), conversation_id=made.id)
+            left = await ids(server, made.id)
+            assert left[:5] == [item.id for item in listed[1:]]
+            for call_it in (
+                lambda: conversations.items.retrieve(str(listed[0].id), conversation_id=made.id),
+                lambda: conversations.items.delete(str(listed[0].id), conversation_id=made.id),
+                lambda: conversations.items.list(made.id, after="msg_1"),
+                lambda: conversations.items.list("unknown"),
+                lambda: conversations.items.create("unknown", items=[first]),
+                lambda: client.responses.create(model="fake", input="x", conversation="unknown"),
+            ):
+                with pytest.raises(openai.NotFoundError):
+                    await call_it()
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.responses.create(
+                    model="fake", input="x", conversation=made.id, previous_response_id=response.id
+                )
+            assert refused.value.param == "previous_response_id"
+            assert (await conversations.delete(made.id)).deleted
+
+    run(work())
+
+
+@pytest.mark.usefixtures("histories_at")
+def test_a_conversation_of_chats_has_items_and_one_of_items_goes_on_in_chats(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            reply = await server.chat("hello", conversation="tea")
+            page = await server.ask("GET", f"{CONVERSATIONS}/tea/items")
+            assert [item["content"][0]["text"] for item in page["data"]] == [reply, "hello"]
+            assert (await server.post(f"{CONVERSATIONS}/tea/fork", id="green"))["parent"] == "tea"
+            assert await ids(server, "green") == await ids(server, "tea")
+            await server.post(f"{CONVERSATIONS}/green/items", items=[user])
+            assert (await ids(server, "green"))[:2] == await ids(server, "tea")
+            await server.chat("more", conversation="green", history="server")
+            text = await prompt_text(server)
+            log = server.logs()[0]
+            assert server.requests[-1].prompt[: len(log)].tolist() == log
+            assistant = {"role": "assistant", "content": reply}
+            more = {"role": "user", "content": "more"}
+            await server.post(CHAT, messages=[user, assistant, user, more])  # without a name
+            assert await prompt_text(server) == text
+            whole = await server.ask("GET", f"{CONVERSATIONS}/green")
+            assert [message["content"] for message in whole["messages"][:4]] == [
+                "hello",
+                reply,
+                "hello",
+                "more",
+            ]
+            assert all(message.keys() == user.keys() for message in whole["messages"])
+            await server.post(f"{CONVERSATIONS}/green/pin")
+
+    run(work())
+
+
+@pytest.mark.usefixtures("histories_at")
+def test_behind_a_deleted_item_the_next_turn_computes_all_anew(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            dialogue = ["hello"]
+            dialogue.append(await server.chat(*dialogue, conversation="c"))
+            for number in (1, 2):
+                dialogue.append(f"more {number}")
+                body = dict(conversation="c", history="server")
+                dialogue.append(await server.chat(dialogue[-1], **body))
+            before = await ids(server, "c")
+            logs = server.logs()
+            path = f"{CONVERSATIONS}/c/items"
+            described = await server.ask("DELETE", f"{path}/{before[3]}")
+            assert described["tokens"] == len(logs[0])
+            assert await ids(server, "c") == [*before[:3], *before[4:]]
+            (gone,) = server.loop.messages(Forget)
+            assert (gone.conversation, gone.tokens.tolist()) == ("c", logs[2])
+            assert gone.shared == len(logs[0])
+            await server.chat("last", conversation="c", history="server")
+            assert server.requests[-1].prompt[: len(logs[0])].tolist() == logs[0]
+            text = await prompt_text(server)
+            assert "".join(text.split(dialogue[3])) == text  # it is not there
+            messages = [
+                {"role": "user" if at % 2 == 0 else "assistant", "content": content}
+                for at, content in enumerate(dialogue)
+                if at != 3
+            ]
+            await server.post(CHAT, messages=[*messages, {"role": "user", "content": "last"}])
+            assert await prompt_text(server) == text
+            for item in reversed(await ids(server, "c")):
+                await server.ask("DELETE", f"{path}/{item}")
+            empty = await server.ask("GET", f"{CONVERSATIONS}/c")
+            assert (empty["messages"], empty["tokens"], empty["title"]) == ([], 0, None)
+            page = await server.ask("GET", path)
+            assert (page["data"], page["first_id"], page["has_more"]) == ([], None, False)
+            await server.chat("hello", conversation="c", history="server")
+
+    run(work())
+
+
+@pytest.mark.usefixtures("histories_at")
+def test_forks_branches_and_responses_keep_what_is_deleted_elsewhere(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            await server.post(CONVERSATIONS, id="c")
+            answer = await server.post(RESPONSES, input="hello", conversation="c")
+            await server.post(f"{CONVERSATIONS}/c/fork", id="fork")
+            path = f"{CONVERSATIONS}/c/items"
+            for item in reversed(await ids(server, "c")):
+                await server.ask("DELETE", f"{path}/{item}")
+            log = server.logs()[0]
+            gone, *_ = server.loop.messages(Forget)
+            assert (gone.conversation, gone.shared) == ("c", len(log))
+            await server.chat("more", conversation="fork", history="server")
+            assert server.requests[-1].prompt[: len(log)].tolist() == log
+            await server.post(RESPONSES, input="more", previous_response_id=answer["id"])
+            assert server.requests[-1].prompt[: len(log)].tolist() == log
+            assert (await ids(server, "fork"))[1] == answer["output"][0]["id"]
+
+    run(work())
+
+
+def test_ids_are_the_same_after_a_restart(serve: Any, tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite"
+
+    async def work() -> None:
+        async with serve(path) as server:
+            await server.post(CONVERSATIONS, id="c", items=[user, {**user, "role": "assistant"}])
+            await server.post(RESPONSES, input="one", conversation="c")
+            await server.chat("two", conversation="c", history="server")
+            before = await ids(server, "c")
+            await server.ask("DELETE", f"{CONVERSATIONS}/c/items/{before[1]}")
+        async with serve(path) as server:
+            assert await ids(server, "c") == [before[0], *before[2:]]
+            await server.chat("three", conversation="c", history="server")
+            assert (await ids(server, "c"))[:5] == [before[0], *before[2:]]
+
+    run(work())
+
+
+@pytest.mark.usefixtures("histories_at")
+def test_thoughts_and_calls_are_items_of_their_own(serve: Any) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    tool = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
+    answer = [*byte_by_byte(f"Let me see.{call}{call}"), DONE]
+
+    async def work() -> None:
+        async with serve(answers=lambda _: answer) as server:
+            await server.post(CONVERSATIONS, id="c")
+            response = await server.post(RESPONSES, input="hello", conversation="c", tools=[tool])
+            page = await server.ask("GET", f"{CONVERSATIONS}/c/items?order=asc")
+            for item, written in zip(page["data"][1:], response["output"], strict=True):
+                assert item.keys() == written.keys()
+                assert (item["id"], item["type"]) == (written["id"], written["type"])
+            last = page["data"][-1]["id"]
+            await server.ask("DELETE", f"{CONVERSATIONS}/c/items/{last}")
+            result = {"type": "function_call_output", "output": "rain"}
+            result["call_id"] = response["output"][1]["call_id"]
+            await server.post(f"{CONVERSATIONS}/c/items", items=[result])
+            whole = await server.ask("GET", f"{CONVERSATIONS}/c")
+            kinds = [message["role"] for message in whole["messages"]]
+            assert kinds == ["user", "assistant", "tool"]
+            (kept,) = whole["messages"][1]["tool_calls"]
+            assert kept["id"] == result["call_id"]
+
+    run(work())
+
+
+@pytest.mark.usefixtures("histories_at")
+def test_items_that_cannot_be_added_or_deleted(serve: Any) -> None:
+    image = {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}
+
+    async def work() -> None:
+        async with serve(keys=("one", "two"), step_seconds=0.01) as server:
+            await server.post(CONVERSATIONS, key="one", id="c", items=[user])
+            path = f"{CONVERSATIONS}/c/items"
+            for status, key, body in (
+                (404, "two", dict(items=[user])),
+                (401, None, dict(items=[user])),
+                (400, "one", dict(items=[user] * 21)),
+                (400, "one", dict(items=[])),
+                (400, "one", dict()),
+                (400, "one", dict(items=[image])),
+                (400, "one", dict(items=[{"type": "unknown"}])),
+                (404, "one", dict(items=[{"type": "item_reference", "id": "msg_1"}])),
+            ):
+                await server.post(path, status, key, **body)
+            for query in ("limit=0", "limit=101", "order=up", "what=1"):
+                await server.ask("GET", f"{path}?{query}", 400, "one")
+            many = {str(number): "" for number in range(17)}
+            for metadata in (many, {"k" * 65: ""}, {"k": "v" * 513}, {"k": 1}):
+                await server.post(CONVERSATIONS, 400, "one", metadata=metadata)
+                await server.post(f"{CONVERSATIONS}/c", 400, "one", metadata=metadata)
+            (only,) = (await server.ask("GET", path, 200, "one"))["data"]
+            await server.ask("GET", f"{path}/{only['id']}", 404, "two")
+            await server.ask("DELETE", f"{path}/{only['id']}", 404, "two")
+            body = dict(messages=[user], conversation="c", history="server")
+            turn = asyncio.create_task(server.post(CHAT, key="one", **body))
+            while not (await server.ask("GET", f"{CONVERSATIONS}/c", 200, "one"))["in_flight"]:
+                await asyncio.sleep(0.001)
+            await server.post(path, 409, "one", items=[user])
+            await server.ask("DELETE", f"{path}/{only['id']}", 409, "one")
+            await turn
+            await server.post("/v1/completions", key="one", prompt="hello", conversation="d")
+            assert (await server.ask("GET", f"{CONVERSATIONS}/d/items", 200, "one"))["data"] == []
+            refused = await server.post(f"{CONVERSATIONS}/d/items", 409, "one", items=[user])
+            assert "completion" in refused["error"]["message"]
+
+    run(work())
+
+
+@pytest.mark.usefixtures("histories_at")
+def test_a_turn_with_the_clients_history_that_an_edit_overtakes_is_a_branch(serve: Any) -> None:
+    async def work() -> None:
+        async with serve(step_seconds=0.01) as server:
+            await server.post(CONVERSATIONS, id="c", items=[user])
+            turn = asyncio.create_task(server.chat("hello", conversation="c"))
+            while not (await server.ask("GET", f"{CONVERSATIONS}/c"))["in_flight"]:
+                await asyncio.sleep(0.001)
+            await server.post(f"{CONVERSATIONS}/c/items", items=[user])
+            await turn
+            whole = await server.ask("GET", f"{CONVERSATIONS}/c")
+            assert [message["content"] for message in whole["messages"]] == ["hello", "hello"]
+
+    run(work())
+
+
+def any_dialogue(draw: random.Random) -> list[Message]:
+    """No two replies in a row: as items they would be one."""
+    messages: list[Message] = []
+    for _ in range(draw.randrange(1, 8)):
+        role = draw.choice(("user", "system", "developer", "tool", "assistant"))
+        if role == "assistant" and messages and messages[-1]["role"] == role:
+            role = "user"
+        parts = [{"type": "text", "text": draw.choice("ab")} for _ in range(2)]
+        message: Message = {"role": role, "content": draw.choice(("a", "b", "", parts))}
+        if role == "tool":
+            message["tool_call_id"] = "c1"
+        if role == "assistant":
+            message["content"] = draw.choice(("a", ""))
+            calls = [
+                {"id": id, "type": "function", "function": {"name": "f", "arguments": {"a": 1.5}}}
+                for id in ("c1", "c1", "c2")[: draw.randrange(4)]
+            ]
+            message |= {"tool_calls": calls} if calls else {}
+            message |= {"reasoning_content": "hm"} if draw.random() < 0.5 else {}
+        messages.append(message)
+    return messages
+
+
+def test_items_say_all_of_a_dialogue_and_each_can_be_deleted() -> None:
+    draw = random.Random(1)
+    for _ in range(300):
+        messages = any_dialogue(draw)
+        items = items_of(messages)
+        given = INPUT.validate_python(items, context=[])
+        assert [message.for_template() for message in messages_of(given)] == messages
+        assert len({item["id"] for item in items}) == len(items)
+        while items:
+            item = draw.choice(items)
+            assert find_item(messages, item["id"]) == item
+            messages = without_item(messages, item["id"])
+            items.remove(item)
+            assert items_of(messages) == items
+            with pytest.raises(RequestError):
+                without_item(messages, item["id"])
+        assert messages == []
+
+
+def test_a_dialogue_is_as_long_as_a_request_may_be() -> None:
+    messages = [user] * 3
+    assert without_ids(with_messages(messages, [user], 1000)) == [user] * 4
+    for longer in ([user] * 16_384, [{**user, "content": "x" * 1000}]):
+        with pytest.raises(RequestError) as error:
+            with_messages(messages, longer, 1000)
+        assert error.value.kind is ErrorKind.TOO_LARGE
