@@ -700,6 +700,7 @@ class HistoryStore:
                 title=title_of(whole),
             )
             if old is None or (past is not None and old == past.last.number):
+                self._forget_line(old)
                 self._set_head(edited)
             else:
                 self._expired += self._released(

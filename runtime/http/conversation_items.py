@@ -66,7 +66,12 @@ class AddedItems(Body):
 
 def items_of(messages: Sequence[Message]) -> list[Item]:
     """The items of a dialogue, in order."""
-    return [item for items in _items_by_message(messages) for item in items]
+    return items_behind(messages, 0)
+
+
+def items_behind(messages: Sequence[Message], count: int) -> list[Item]:
+    """The items of the messages behind the first `count`."""
+    return [item for items in _items_by_message(messages)[count:] for item in items]
 
 
 def find_item(messages: Sequence[Message], id: str) -> Item:
@@ -106,8 +111,13 @@ def without_item(messages: Sequence[Message], id: str) -> list[Message]:
 
 
 def _items_by_message(messages: Sequence[Message]) -> list[list[Item]]:
-    """For each message its items, at least one."""
-    keys = dialogue_keys("", messages)[1:]
+    """For each message its items, at least one. Kept ids are part of the dialogue that later ids
+    name: otherwise two equal messages had one id, when an equal one in front of them is deleted."""
+    named = [
+        {**message, "ids": message[KEPT_IDS]} if KEPT_IDS in message else message
+        for message in messages
+    ]
+    keys = dialogue_keys("", named)[1:]
     return [
         _with_ids(_parts(message), message.get(KEPT_IDS, ()), key.hex()[:32])
         for message, key in zip(messages, keys, strict=True)

@@ -31,6 +31,7 @@ from .conversation_items import (
     Metadata,
     NewItems,
     find_item,
+    items_behind,
     items_of,
     no_item,
     with_messages,
@@ -203,14 +204,14 @@ def add_conversations(
     async def add_items(id: str, request: Request) -> dict[str, Any]:
         body = await read_body(AddedItems, request)
         messages = await new_messages(body.items, request)
-        added: list[Item] = []
+        whole: list[Message] = []
 
         def add(before: Sequence[Message]) -> list[Message]:
-            longer = with_messages(before, messages, most_bytes)
-            added[:] = items_of(longer)[len(items_of(before)) :]
-            return longer
+            whole[:] = with_messages(before, messages, most_bytes)
+            return whole
 
         await histories.edit(Name(owner_of(request), id), add)
+        added = await asyncio.to_thread(items_behind, whole, len(whole) - len(messages))
         return listed(added, False)
 
     @router.get("/{id:any}/items/{item}")

@@ -354,6 +354,16 @@ def test_a_title_is_how_the_first_message_begins_and_a_fork_has_it_too(store: Hi
     ]
 
 
+def test_long_messages_without_tokens_are_not_kept_in_memory(store: HistoryStore) -> None:
+    """The memory of lines is counted in tokens."""
+    store.commit(A, FIRST, 1.0)
+    store.edit(A, 2.0, lambda messages: [*messages, {"role": "user", "content": "x" * 1000}])
+    assert stored(store, A).messages[:-1] == FIRST.messages
+    assert not store._lines and not store._cached_size
+    store.commit(A, LONGER, 3.0)
+    assert len(store._lines) == 1
+
+
 def test_random_operations_agree_with_plain_dictionaries(store: HistoryStore) -> None:
     draw = random.Random(3)
     truth = {}

@@ -359,6 +359,11 @@ def test_items_say_all_of_a_dialogue_and_each_can_be_deleted() -> None:
             assert items_of(messages) == items
             with pytest.raises(RequestError):
                 without_item(messages, item["id"])
+            if draw.random() < 0.3:
+                messages = [*messages, {"role": "user", "content": draw.choice("ab")}]
+                assert items_of(messages)[:-1] == items
+                items = items_of(messages)
+                assert len({item["id"] for item in items}) == len(items)
         assert messages == []
 
 
