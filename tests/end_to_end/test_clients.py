@@ -110,6 +110,41 @@ def test_openai(server: Server) -> None:
     )
 
 
+def test_openai_conversations(server: Server) -> None:
+    """One conversation for OpenAI's endpoints and for ours."""
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    items = client.conversations.items
+    system: Any = {"role": "system", "content": SYSTEM.format("conversations")}
+    made = client.conversations.create(items=[system], metadata={"topic": "tea"})
+
+    def ask(question: str, conversation: str = made.id) -> tuple[str, int]:
+        reply = client.responses.create(
+            model="demo",
+            input=question,
+            conversation=conversation,
+            max_output_tokens=40,
+            temperature=0,
+        )
+        assert reply.usage is not None
+        return reply.output[0].id or "", reply.usage.input_tokens_details.cached_tokens
+
+    first, _ = ask("Tell me about tea.")
+    second, _ = ask("And coffee?")
+    listed = [item.id for item in items.list(made.id, order="asc", limit=1)]
+    assert len(listed) == 5 and (listed[2], listed[4]) == (first, second)
+    fork: Any = client.post(f"/conversations/{made.id}/fork", cast_to=object, body={})
+    pinned: Any = client.post(f"/conversations/{made.id}/pin", cast_to=object)
+    assert pinned["pinned_until"] and pinned["metadata"] == {"topic": "tea"}
+    items.delete(listed[3] or "", conversation_id=made.id)
+    _, cached = ask("What is bread?")
+    _, forked = ask("What is bread?", fork["id"])
+    assert 0 < cached < forked  # behind the deleted item nothing is reused
+    assert [item.id for item in items.list(made.id, order="asc")][:4] == [*listed[:3], second]
+    assert [item.id for item in items.list(fork["id"], order="asc")][:5] == listed
+    for conversation in (made.id, fork["id"]):
+        assert client.conversations.delete(conversation).deleted
+
+
 def test_openai_hears_that_a_model_is_unknown(server: Server) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     question: Any = [{"role": "user", "content": QUESTION}]

@@ -232,7 +232,8 @@ def test_codex_goes_on_after_an_image(tmp_path, place):
 
 
 @installed(AGENTS)
-def test_openai_agents(tmp_path, place):
+@pytest.mark.parametrize("session", [False, True], ids=["history", "session"])
+def test_openai_agents(tmp_path, place, session):
     says = script(tool_call("look_up", subject="hours"), tool_call("look_up", subject="boats"))
     program = Path(__file__).with_name("agents_chat.py")
     with scripted_server(tmp_path, says) as server:
@@ -240,6 +241,7 @@ def test_openai_agents(tmp_path, place):
             "url": f"{server.url}/v1",
             "questions": QUESTIONS,
             "notes": {"hours": READ, "boats": COUNTED},
+            "session": session,
         }
         printed = place.run(AGENTS, program, json.dumps(request))
     assert json.loads(printed) == ANSWERS
