@@ -31,13 +31,13 @@ async def main():
     answers = []
     for question in request["questions"]:
         history.append({"role": "user", "content": question})
-        asked = question if kept else history
+        sent = question if kept else history
         if len(answers) % 2:
-            result = agents.Runner.run_streamed(agent, asked, **kept)
+            result = agents.Runner.run_streamed(agent, sent, **kept)
             async for _ in result.stream_events():
                 pass
         else:
-            result = await agents.Runner.run(agent, asked, **kept)
+            result = await agents.Runner.run(agent, sent, **kept)
         answers.append(result.final_output)
         history = result.to_input_list()
         if kept:

@@ -115,9 +115,9 @@ def test_openai_conversations(server: Server) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     items = client.conversations.items
     system: Any = {"role": "system", "content": SYSTEM.format("conversations")}
-    made = client.conversations.create(items=[system], metadata={"topic": "tea"})
+    created = client.conversations.create(items=[system], metadata={"topic": "tea"})
 
-    def ask(question: str, conversation: str = made.id) -> tuple[str, int]:
+    def ask(question: str, conversation: str = created.id) -> tuple[str, int]:
         reply = client.responses.create(
             model="demo",
             input=question,
@@ -130,18 +130,18 @@ def test_openai_conversations(server: Server) -> None:
 
     first, _ = ask("Tell me about tea.")
     second, _ = ask("And coffee?")
-    listed = [item.id for item in items.list(made.id, order="asc", limit=1)]
+    listed = [item.id for item in items.list(created.id, order="asc", limit=1)]
     assert len(listed) == 5 and (listed[2], listed[4]) == (first, second)
-    fork: Any = client.post(f"/conversations/{made.id}/fork", cast_to=object, body={})
-    pinned: Any = client.post(f"/conversations/{made.id}/pin", cast_to=object)
+    fork: Any = client.post(f"/conversations/{created.id}/fork", cast_to=object, body={})
+    pinned: Any = client.post(f"/conversations/{created.id}/pin", cast_to=object)
     assert pinned["pinned_until"] and pinned["metadata"] == {"topic": "tea"}
-    items.delete(listed[3] or "", conversation_id=made.id)
+    items.delete(listed[3] or "", conversation_id=created.id)
     _, cached = ask("What is bread?")
     _, forked = ask("What is bread?", fork["id"])
     assert 0 < cached < forked  # behind the deleted item nothing is reused
-    assert [item.id for item in items.list(made.id, order="asc")][:4] == [*listed[:3], second]
+    assert [item.id for item in items.list(created.id, order="asc")][:4] == [*listed[:3], second]
     assert [item.id for item in items.list(fork["id"], order="asc")][:5] == listed
-    for conversation in (made.id, fork["id"]):
+    for conversation in (created.id, fork["id"]):
         assert client.conversations.delete(conversation).deleted
 
 

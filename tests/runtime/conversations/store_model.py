@@ -157,11 +157,13 @@ class StoreModel:
         if line and self._ends_with_completion(line):
             raise RequestError(ErrorKind.CONFLICT, "a completion")
         messages = tuple(change(turns[line[0]].whole.messages if line else ()))
-        parent, before = None, Transcript((), array("i"), "", 0)
+        parent: int | None = None
+        before = Transcript((), array("i"), "", 0)
         for turn in reversed(line):
             whole = turns[turn].whole
             if whole.messages and whole.messages == messages[: len(whole.messages)]:
-                parent, before = turn, whole
+                parent = turn
+                before = whole
         head = parent
         if messages != before.messages:
             self._last += 1

@@ -55,55 +55,55 @@ def test_the_official_client(serve: Any) -> None:
             client = client_of(server)
             conversations = client.conversations
             first: Any = {"role": "user", "content": "What is the weather?"}
-            made = await conversations.create(items=[first], metadata={"topic": "weather"})
-            assert (made.object, made.metadata) == ("conversation", {"topic": "weather"})
-            updated = await conversations.update(made.id, metadata={"topic": "rain", "n": "1"})
+            created = await conversations.create(items=[first], metadata={"topic": "weather"})
+            assert (created.object, created.metadata) == ("conversation", {"topic": "weather"})
+            updated = await conversations.update(created.id, metadata={"topic": "rain", "n": "1"})
             assert updated.metadata == {"topic": "rain", "n": "1"}
-            assert (await conversations.update(made.id, metadata=None)).metadata == {}
+            assert (await conversations.update(created.id, metadata=None)).metadata == {}
             call: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
             output: Any = {"type": "function_call_output", "call_id": "c", "output": "rain"}
             text: Any = [{"type": "output_text", "text": "It rains.", "annotations": []}]
             reply: Any = {"type": "message", "role": "assistant", "content": text}
             added = await conversations.items.create(
-                made.id, items=[call, output, reply], include=["reasoning.encrypted_content"]
+                created.id, items=[call, output, reply], include=["reasoning.encrypted_content"]
             )
             kinds = ["function_call", "function_call_output", "message"]
             assert [item.type for item in added.data] == kinds and not added.has_more
             assert (added.first_id, added.last_id) == (added.data[0].id, added.data[2].id)
             response = await client.responses.create(
-                model="fake", input="And tomorrow?", conversation=made.id
+                model="fake", input="And tomorrow?", conversation=created.id
             )
-            assert response.conversation is not None and response.conversation.id == made.id
-            listed = [item async for item in conversations.items.list(made.id, order="asc")]
-            in_pages = [item async for item in conversations.items.list(made.id, limit=2)]
+            assert response.conversation is not None and response.conversation.id == created.id
+            listed = [item async for item in conversations.items.list(created.id, order="asc")]
+            in_pages = [item async for item in conversations.items.list(created.id, limit=2)]
             assert [item.id for item in in_pages] == [item.id for item in listed][::-1]
             assert [item.type for item in listed] == ["message", *kinds, "message", "message"]
             assert [item.id for item in listed[1:4]] == [item.id for item in added.data]
             assert listed[-1].id == response.output[0].id
             assert all(getattr(item, "status", None) == "completed" for item in listed)
             for item in listed:
-                seen = await conversations.items.retrieve(str(item.id), conversation_id=made.id)
+                seen = await conversations.items.retrieve(str(item.id), conversation_id=created.id)
                 assert seen == item
-            page = await conversations.items.list(made.id, after=str(listed[1].id), order="asc")
+            page = await conversations.items.list(created.id, after=str(listed[1].id), order="asc")
             assert page.data[0] == listed[2] and not page.has_more
             # they are the messages that the other endpoints have
             again = [item.model_dump(exclude_unset=True) for item in listed]
-            whole = await server.ask("GET", f"{CONVERSATIONS}/{made.id}")
+            whole = await server.ask("GET", f"{CONVERSATIONS}/{created.id}")
             given = INPUT.validate_python(again, context=[])
             assert [one.for_template() for one in messages_of(given)] == whole["messages"]
             stream = await client.responses.create(
-                model="fake", input="Thanks.", conversation={"id": made.id}, stream=True
+                model="fake", input="Thanks.", conversation={"id": created.id}, stream=True
             )
             *_, last = [event async for event in stream]
             assert last.type == "response.completed"
-            assert (await ids(server, made.id))[-1] == last.response.output[0].id
-            await conversations.items.delete(str(listed[0].id), conversation_id=made.id)
-            left = await ids(server, made.id)
+            assert (await ids(server, created.id))[-1] == last.response.output[0].id
+            await conversations.items.delete(str(listed[0].id), conversation_id=created.id)
+            left = await ids(server, created.id)
             assert left[:5] == [item.id for item in listed[1:]]
             for call_it in (
-                lambda: conversations.items.retrieve(str(listed[0].id), conversation_id=made.id),
-                lambda: conversations.items.delete(str(listed[0].id), conversation_id=made.id),
-                lambda: conversations.items.list(made.id, after="msg_1"),
+                lambda: conversations.items.retrieve(str(listed[0].id), conversation_id=created.id),
+                lambda: conversations.items.delete(str(listed[0].id), conversation_id=created.id),
+                lambda: conversations.items.list(created.id, after="msg_1"),
                 lambda: conversations.items.list("unknown"),
                 lambda: conversations.items.create("unknown", items=[first]),
                 lambda: client.responses.create(model="fake", input="x", conversation="unknown"),
@@ -112,10 +112,13 @@ def test_the_official_client(serve: Any) -> None:
                     await call_it()
             with pytest.raises(openai.BadRequestError) as refused:
                 await client.responses.create(
-                    model="fake", input="x", conversation=made.id, previous_response_id=response.id
+                    model="fake",
+                    input="x",
+                    conversation=created.id,
+                    previous_response_id=response.id,
                 )
             assert refused.value.param == "previous_response_id"
-            assert (await conversations.delete(made.id)).deleted
+            assert (await conversations.delete(created.id)).deleted
 
     run(work())
 
