@@ -60,6 +60,11 @@ class NewConversation(ForkBody):
     items: NewItems = Field(default_factory=list)
     metadata: Metadata = Field(default_factory=dict)
 
+    @classmethod
+    def _ignore(cls, name: str, ignored: list[str] | None) -> None:
+        """Refuses every unknown field, as `ttl_s`: only those within items are ignored."""
+        super()._ignore(name, None)
+
 
 class ConversationChange(Body):
     """POST or PATCH /v1/conversations/{id}: null is the server's default, or no metadata; an absent

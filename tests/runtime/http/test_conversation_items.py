@@ -270,7 +270,8 @@ def test_items_that_cannot_be_added_or_deleted(serve: Any) -> None:
 
     async def work() -> None:
         async with serve(keys=("one", "two"), step_seconds=0.01) as server:
-            await server.post(CONVERSATIONS, key="one", id="c", items=[user])
+            await server.post(CONVERSATIONS, key="one", id="c", items=[{**user, "status": "x"}])
+            await server.post(CONVERSATIONS, 400, "one", ttl_s=5)
             path = f"{CONVERSATIONS}/c/items"
             for status, key, body in (
                 (404, "two", dict(items=[user])),
