@@ -16,7 +16,7 @@ from ...scheduler.types import SettingError
 from ..device.protocol import Device
 from ..engine import Engine, open_engine
 from ..ranks.launch import die_with_mpirun, open_ranks
-from ..system import MEETING_SECONDS, print_stacks_on_signal, give_up_after
+from ..system import MEETING_SECONDS, give_up_after, print_stacks_on_signal
 from .settings import in_flags
 
 if TYPE_CHECKING:
