@@ -295,19 +295,19 @@ class Sqlite:
         """Device and inode of the file that is now at `where`. None: there is none. OSError if the
         disk does not say."""
         try:
-            found = os.stat(self.where)
+            file = os.stat(self.where)
         except FileNotFoundError:
             return None
-        return found.st_dev, found.st_ino
+        return file.st_dev, file.st_ino
 
     def _check_place(self) -> None:
         """Raises RequestError if another start would not find the file. SQLite goes on with one
         that was deleted, and loses it at its end."""
         try:
-            found = self._file()
+            file = self._file()
         except OSError:
             return  # SQLite says what the disk refuses
-        if found != self._identity:
+        if file != self._identity:
             self.fault = RequestError(ErrorKind.STORAGE_FULL, MOVED)
             raise RequestError(self.fault.kind, self.fault.message)
 
