@@ -65,9 +65,7 @@ def test_tables_of_another_program_are_left_alone(postgres: str) -> None:
     open_database(postgres).close()
     with psycopg.connect(postgres) as connection:
         connection.execute("UPDATE pensieve.layout SET version = 99")
-    with pytest.raises(
-        SettingError, match=r"another version .*layout 99.*: start that"
-    ):
+    with pytest.raises(SettingError, match=r"another version .*layout 99.*: start that"):
         open_database(postgres)
 
 
