@@ -9,6 +9,8 @@ import os
 import resource
 import signal
 import sys
+import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,10 +38,43 @@ def hold_streams() -> None:
             setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115
 
 
-def dump_stacks_on_signal() -> None:
+def hold_stack_signal() -> None:
+    """Called before a process starts threads: DUMP_STACKS, which would end it, waits until
+    `print_stacks_on_signal`. Threads and child processes that start from here on hold it too."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [DUMP_STACKS])
+
+
+def print_stacks_on_signal() -> None:
     """From now on the signal DUMP_STACKS writes every thread's stack to stderr. mpirun passes the
-    signal on to all ranks."""
-    faulthandler.register(DUMP_STACKS, file=STDERR)
+    signal on to all ranks.
+
+    A thread waits for the signal and reads the stacks while it holds the interpreter's lock. A
+    signal handler, and faulthandler's, would read stacks that change meanwhile.
+    """
+    hold_stack_signal()
+    threading.Thread(target=_print_stacks, name="stacks", daemon=True).start()
+
+
+def _print_stacks() -> None:
+    while True:
+        signal.sigwait([DUMP_STACKS])
+        text = stacks().encode(errors="replace")
+        with contextlib.suppress(OSError):  # nobody reads stderr, or its disk is full
+            while text:
+                text = text[os.write(STDERR, text) :]
+
+
+def stacks() -> str:
+    """What each thread of this process does, the innermost call last. Without lines of source: they
+    would be read from files."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = [f"Stacks of process {os.getpid()}"]
+    for number, frame in sys._current_frames().items():
+        lines.append(f"Thread {names.get(number, number)}:")
+        for call, line in reversed(list(traceback.walk_stack(frame))):
+            code = call.f_code
+            lines.append(f'  File "{code.co_filename}", line {line}, in {code.co_name}')
+    return "\n".join(lines) + "\n"
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from ..builder.choices import DEVICES
 from ..builder.manifest import Manifest
 from ..runtime.launch.command_line import CommandParser, ending_at_once, run_interruptible
 from ..runtime.launch.settings import DEFAULTS
+from ..runtime.system import hold_stack_signal
 from .command import add_kv_cache_dtype, check_above_0, check_matplotlib, exit_status, subplots
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def parser() -> CommandParser:
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(words)
+    hold_stack_signal()
 
     def run() -> int:
         check(args)

@@ -15,6 +15,7 @@ from ..runtime.launch.options import early_options, parse_options
 from ..runtime.launch.settings import in_flags
 from ..runtime.observe.logs import configure_logging
 from ..runtime.ranks.launch import under_mpi
+from ..runtime.system import hold_stack_signal
 from ..scheduler.types import SettingError
 
 log = logging.getLogger("pensieve")
@@ -22,6 +23,7 @@ log = logging.getLogger("pensieve")
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
+    hold_stack_signal()
     try:
         with ending_at_once("pensieve serve"), telling_model(early_options(words).attach):
             settings = parse_options(words)

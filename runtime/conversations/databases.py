@@ -166,6 +166,14 @@ SQLITE_MESSAGES = {
         "the histories cannot be written to ({}): make room on the disk or delete conversations"
     ),
 }
+REFUSED = (
+    "the histories cannot be written to ({}): see whether their disk fails, is read-only or has a "
+    "quota"
+)
+MOVED = (
+    "the file of the histories was deleted, moved or replaced under the server: move it back, or "
+    "restart the server; until it ends, it still reads what was stored"
+)
 NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)  # IOERR: a quota, or a limit on a file's size
 RESERVE_BYTES = 16 * 2**20
 """Room for deletions on a full disk: for the write-ahead log of a large one, and for the 4 MB of
@@ -229,15 +237,14 @@ class Sqlite:
                 f"BEGIN IMMEDIATE; {steps}; PRAGMA user_version = {VERSION}; COMMIT"
             )
         elif version != VERSION:
-            raise sqlite3.DatabaseError(
-                f"its layout has number {version}, this program's has {VERSION}"
-            )
+            raise SettingError(self.setting, _of_another_version(self.where, version))
         (fault,) = execute("PRAGMA quick_check(1)").fetchone()
         if fault != "ok":
             raise sqlite3.DatabaseError(fault)
         # as it is: whether it can be written to is known now
         execute(f"PRAGMA user_version = {VERSION}")
         self._db.executescript(INDEXES + SQLITE_BRANCHES + OPEN_TURNS.format(**SQLITE_TYPES))
+        self._identity = self._file()
 
     def _keep_reserve(self) -> None:
         """Allocates the reserve. A quarter of it will do where the disk has room for no more.
@@ -274,13 +281,35 @@ class Sqlite:
             kind = SQLITE_KINDS.get(code) or SQLITE_KINDS.get(primary)
             if kind is None:
                 raise
-            refusal = RequestError(kind, SQLITE_MESSAGES[kind].format(error))
+            full = kind != ErrorKind.STORAGE_FULL or primary == sqlite3.SQLITE_FULL
+            words = SQLITE_MESSAGES[kind] if full else REFUSED
+            refusal = RequestError(kind, words.format(error))
             if (
                 kind in (ErrorKind.INTERNAL, ErrorKind.STORAGE_FULL)
                 or primary == sqlite3.SQLITE_IOERR
             ):
                 self.fault = refusal
             raise refusal from error
+
+    def _file(self) -> tuple[int, int] | None:
+        """Device and inode of the file that is now at `where`. None: there is none. OSError if the
+        disk does not say."""
+        try:
+            file = os.stat(self.where)
+        except FileNotFoundError:
+            return None
+        return file.st_dev, file.st_ino
+
+    def _check_place(self) -> None:
+        """Raises RequestError if another start would not find the file. SQLite goes on with one
+        that was deleted, and loses it at its end."""
+        try:
+            file = self._file()
+        except OSError:
+            return  # SQLite says what the disk refuses
+        if file != self._identity:
+            self.fault = RequestError(ErrorKind.STORAGE_FULL, MOVED)
+            raise RequestError(self.fault.kind, self.fault.message)
 
     def execute(self, sql: str, values: Mapping[str, Any] | None = None) -> list[Any]:
         with self._told():
@@ -290,6 +319,7 @@ class Sqlite:
     def transaction(self, durable: bool = True) -> Iterator[None]:
         """Always durable: a transaction that need not be writes no page of the file, and costs
         nothing."""
+        self._check_place()
         with self._told():
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -303,6 +333,7 @@ class Sqlite:
         """A file that is damaged does not recover."""
         if self.fault is not None and self.fault.kind == ErrorKind.INTERNAL:
             raise RequestError(self.fault.kind, self.fault.message)
+        self._check_place()
         self._keep_reserve()
         self.execute("DROP TABLE IF EXISTS room")  # of a process that was killed in the middle
         self.execute(f"CREATE TABLE room AS SELECT randomblob({ROOM_BYTES}) AS bytes")
@@ -381,8 +412,18 @@ def _why_unusable(path: str | Path, error: Exception) -> str:
             "directory of its own"
         )
     if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
-        return f"{path} cannot be used: {error}; move it away to begin with empty histories"
+        return (
+            f"{path} is damaged ({error}): restore a backup, or move it away to begin with empty "
+            "histories"
+        )
     return f"cannot open {path}: {error}"
+
+
+def _of_another_version(where: str, layout: object) -> str:
+    return (
+        f"{where} was written by another version of Pensieve (layout {layout}; this version's is "
+        f"{VERSION}): start that version, or use other histories"
+    )
 
 
 # -- PostgreSQL
@@ -507,10 +548,7 @@ class Postgres:
             layout = connection.execute("SELECT version FROM layout").fetchone()
         if layout != (VERSION,):
             version = layout[0] if layout is not None else "none"
-            raise SettingError(
-                self.setting,
-                f"the tables of {self.where} have number {version}, this program's have {VERSION}",
-            )
+            raise SettingError(self.setting, _of_another_version(self.where, version))
 
     def _connect(self) -> psycopg.Connection[Any]:
         """The connection; a lost one is replaced."""

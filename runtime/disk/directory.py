@@ -67,7 +67,7 @@ def open_directory(path: Path, origin: RecordOrigin) -> Path:
                 file.unlink()
             if records:
                 log.warning(
-                    "%s: dropped %d files of KV, which another engine or setting wrote",
+                    "%s: dropped %d files of KV, which another engine, setting or version wrote",
                     own,
                     len(records),
                 )

@@ -16,6 +16,7 @@ from ..frontend.engine_client import EngineClient
 from ..frontend.request_builder import GrammarChecks
 from ..messages import Ready
 from ..observe.logs import configure_logging
+from ..system import print_stacks_on_signal
 from ..text.tokenizer import Tokenizer
 from .app import create_app
 from .limits import OpenSequences
@@ -37,6 +38,7 @@ def serve_http(
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print_stacks_on_signal()
     configure_logging(settings.log_format, settings.log_level)
     asyncio.run(_serve(connection, listener, settings))
 

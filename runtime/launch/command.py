@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...builder.manifest import Manifest
 from ..ranks.launch import run_ranks, under_mpi
-from ..system import dump_stacks_on_signal
+from ..system import print_stacks_on_signal
 from .assemble import locked_directories
 from .attached import telling_model
 from .command_line import interrupts_raise
@@ -36,7 +36,7 @@ def run(settings: ServeSettings, words: Sequence[str]) -> int:
         flags = ["-P", "-E"] if sys.flags.ignore_environment else ["-P"]
         command = [sys.executable, *flags, "-m", "pensieve.scripts.pensieve", "serve"]
         return run_ranks(ranks, [*command, *words, *settled_words(settings)])
-    dump_stacks_on_signal()
+    print_stacks_on_signal()
     return serve_clients(settings)
 
 

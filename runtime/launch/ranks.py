@@ -16,7 +16,7 @@ from ...scheduler.types import SettingError
 from ..device.protocol import Device
 from ..engine import Engine, open_engine
 from ..ranks.launch import die_with_mpirun, open_ranks
-from ..system import MEETING_SECONDS, dump_stacks_on_signal, give_up_after
+from ..system import MEETING_SECONDS, give_up_after, print_stacks_on_signal
 from .settings import in_flags
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def open_rank(
 def run_rank(name: str, count: int, work: Callable[[Ranks], int]) -> int:
     """Calls work(ranks) as one of the `count` processes that mpirun started. An exception ends them
     all."""
-    dump_stacks_on_signal()
+    print_stacks_on_signal()
     die_with_mpirun()
     try:
         with give_up_after(MEETING_SECONDS):

@@ -20,7 +20,7 @@ from ..http.settings import HTTPSettings
 from ..messages import TritonSettings
 from ..ranks.launch import DRAIN, tell_serving
 from ..service import Service
-from ..system import DUMP_STACKS, safe_path
+from ..system import safe_path
 from .assemble import Assembled, assemble, make_executor, prepare_rank
 from .attached import connect
 from .http_options import http_settings
@@ -51,10 +51,9 @@ def serve(settings: ServeSettings, ranks: Ranks | None = None) -> int:
     # would remove the mask.
     with safe_path():
         resource_tracker.ensure_running()
-        ours_alone = [*ENDS, DUMP_STACKS]
-        signal.pthread_sigmask(signal.SIG_BLOCK, ours_alone)
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
         http.start()  # its imports run while the weights load
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ours_alone)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS)
     listener.close()
     theirs.close()
     try:

@@ -122,7 +122,7 @@ def run_ranks(ranks: int, command: Sequence[str]) -> int:
     The first SIGTERM or SIGINT lets the ranks drain, the second ends their requests, the third
     kills them. Before they serve, the first signal ends them with one log line, and the exit status
     is the shell's for that signal. SIGUSR2 makes them print their stacks
-    (`system.dump_stacks_on_signal`). They end with this process.
+    (`system.print_stacks_on_signal`). They end with this process.
     """
     words = [find_mpirun(), "-n", str(ranks), *command]
     prctl = ctypes.CDLL(None).prctl  # loaded before the fork
@@ -145,6 +145,8 @@ def run_ranks(ranks: int, command: Sequence[str]) -> int:
             signal.signal(ends, pass_on)
         # Without ranks the signal has no effect.
         signal.signal(DUMP_STACKS, lambda *_: mpirun.send_signal(DUMP_STACKS) if mpirun else None)
+        # mpirun inherits the mask, and passes on no signal that it holds
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [DUMP_STACKS])
         # In a new session: signals of the terminal reach this process only, which passes them on to
         # the ranks.
         mpirun = subprocess.Popen(

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,9 +22,9 @@ from pensieve.runtime.launch import serving
 from pensieve.runtime.launch.settings import ServeSettings
 from pensieve.runtime.messages import Ready
 from pensieve.runtime.ranks.launch import DRAIN
-from pensieve.runtime.system import descendants
+from pensieve.runtime.system import descendants, running
 
-from .server import Server
+from .server import HTTP, Server
 from .test_server import wait_for
 
 
@@ -105,14 +106,40 @@ def command_line(process):
 
 
 @pytest.mark.slow
-def test_a_server_says_where_its_threads_are_and_goes_on(tmp_path):
-    with Server(tmp_path) as server:
-        # as mpirun and systemd send it
-        for process in [server.process.pid, *descendants(server.process.pid)]:
-            os.kill(process, signal.SIGUSR2)
-        wait_for(lambda: any("service.py" in line and "in run" in line for line in server.log))
-        assert any("Current thread" in line or "Thread 0x" in line for line in server.log)
-        assert server.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_server_that_computes_says_where_its_threads_are_and_goes_on(workers, tmp_path):
+    """All its processes are told, as by mpirun and systemd, for as long as streams run."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string"}}}
+    with Server(tmp_path, "--api-server-count", workers) as server:
+        talk = [{"role": "user", "content": "x"}]
+        checked = server.post("/v1/chat/completions", messages=talk, response_format=form)
+        assert checked.status_code == 200  # it started a grammar checker
+        processes = [server.process.pid, *descendants(server.process.pid)]
+        assert any(b"grammar_check" in command_line(process) for process in processes)
+        prompts = [[number] * 9 for number in range(5, 9)]
+        quiet = [stream(server, prompt) for prompt in prompts]
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            streams = [threads.submit(stream, server, prompt) for prompt in prompts]
+            sent = 0
+            while sent < 300 or not all(one.done() for one in streams):
+                for process in processes:
+                    os.kill(process, signal.SIGUSR2)
+                    sent += 1
+                time.sleep(0.001)
+        assert [one.result() for one in streams] == quiet
+        for place in ("service.py", "http/workers/worker.py" if workers > 1 else "http/process.py"):
+            wait_for(lambda: any(place in line for line in server.log))  # noqa: B023
+        assert [running(process) for process in processes] == [True] * len(processes)
+
+
+def stream(server, prompt):
+    """The text of a streamed completion that takes many steps."""
+    body = dict(model="demo", prompt=prompt, max_tokens=500, ignore_eos=True, temperature=0.0)
+    url = f"{server.url}/v1/completions"
+    with HTTP.stream("POST", url, json=body | {"stream": True}) as reply:
+        lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
 
 
 @pytest.mark.slow

@@ -2,14 +2,16 @@
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
-from pensieve.runtime.system import descendants, safe_path
+from pensieve.runtime.system import descendants, safe_path, stacks
 
 
 @pytest.mark.parametrize("before", [None, "yes"])
@@ -45,3 +47,63 @@ def test_descendants_of_a_process_whose_threads_come_and_go():
         busy.join()
         child.communicate(b"\n")
     assert child.pid not in descendants(os.getpid())
+
+
+def test_stacks_name_each_thread_and_its_calls():
+    entered, end = threading.Event(), threading.Event()
+
+    def waiting_here():
+        entered.set()
+        end.wait()
+
+    thread = threading.Thread(target=waiting_here, name="one that waits")
+    thread.start()
+    entered.wait()
+    text = stacks()
+    end.set()
+    thread.join()
+    assert text.startswith(f"Stacks of process {os.getpid()}\n")
+    _, _, calls = text.partition("Thread one that waits:\n")
+    calls, _, _ = calls.partition("Thread ")
+    assert 0 < calls.index("in waiting_here") < calls.index("in wait\n")
+    assert "in test_stacks_name_each_thread" in text.partition("Thread MainThread:")[2]
+
+
+SIGNALLED = """
+import os, signal, subprocess, sys
+from pensieve.runtime.system import hold_stack_signal, print_stacks_on_signal
+hold_stack_signal()
+os.kill(os.getpid(), signal.SIGUSR2)  # before anything waits for it
+child = subprocess.Popen(["sleep", "600"])
+child.send_signal(signal.SIGUSR2)
+print_stacks_on_signal()
+print(input())
+child.terminate()
+sys.exit(child.wait() != -signal.SIGTERM)
+"""
+
+
+def test_a_stack_signal_that_comes_early_waits():
+    words = [sys.executable, "-c", SIGNALLED]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stderr.readline() == b"Stacks of process %d\n" % process.pid
+        process.stderr.close()  # a later signal has no reader, and is no fault
+        process.send_signal(signal.SIGUSR2)
+        assert process.communicate(b"alive\n")[0] == b"alive\n" and process.returncode == 0
+
+
+def test_a_process_whose_stacks_nobody_reads_goes_on():
+    """A pipe that is full holds the printing thread alone."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x" * 4096)
+    os.set_blocking(writing, True)
+    words = [sys.executable, "-c", SIGNALLED]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=writing) as process:
+        assert process.communicate(b"alive\n")[0] == b"alive\n" and process.returncode == 0
+    os.close(reading)
+    os.close(writing)

@@ -37,6 +37,7 @@ from ...frontend.errors import error_response
 from ...frontend.request_builder import GrammarChecks
 from ...messages import Fork, Keep, Ready
 from ...observe.logs import configure_logging
+from ...system import print_stacks_on_signal
 from ...text.tokenizer import Tokenizer
 from ..app import add_generation, add_layers
 from ..limits import OpenSequences
@@ -415,6 +416,7 @@ def main(words: Sequence[str]) -> None:
     channel, connections = map(int, words)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print_stacks_on_signal()
     asyncio.run(_serve(socket.socket(fileno=channel), socket.socket(fileno=connections)))
 
 

@@ -458,7 +458,11 @@ def test_a_file_that_cannot_be_used_is_named(
     damaged.write_bytes(b"SQLite format 3\0" + b"\x7f" * 5000)
     with sqlite3.connect(newer) as db:
         db.execute("PRAGMA user_version = 99")
-    for path, words in ((damaged, "move it away"), (newer, "number 99"), (tmp_path, "cannot open")):
+    for path, words in (
+        (damaged, "damaged .*: restore a backup, or move it away"),
+        (newer, "newer was written by another version .*layout 99.*: start that version"),
+        (tmp_path, "cannot open"),
+    ):
         with pytest.raises(SettingError, match=words) as error:
             HistoryStore(path)
         assert error.value.setting == "--state-dir"
@@ -468,6 +472,32 @@ def test_a_file_that_cannot_be_used_is_named(
         HistoryStore(good)
     first.close()
     HistoryStore(good).close()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_nothing_is_written_to_a_file_that_no_start_would_find(
+    replaced: bool, tmp_path: Path
+) -> None:
+    """SQLite goes on with a file that was deleted, and loses it at its end."""
+    path, away = tmp_path / "history.sqlite", tmp_path / "away"
+    store = HistoryStore(path)
+    store.commit(A, transcript("0", "1"), 1.0)
+    path.rename(away)
+    if replaced:
+        path.write_bytes(b"a backup")
+    refused(ErrorKind.STORAGE_FULL, store.admit, [A], 2.0)
+    refused(ErrorKind.STORAGE_FULL, store.commit, A, transcript("0", "1", "2", "3"), 2.0)
+    refused(ErrorKind.STORAGE_FULL, store.delete, A, 2.0)
+    refused(ErrorKind.STORAGE_FULL, store.recover)
+    assert store.fault is not None and "deleted, moved or replaced" in store.fault.message
+    assert stored(store, A) == transcript("0", "1")
+    away.replace(path)
+    store.recover()
+    store.commit(A, transcript("0", "1", "2", "3"), 2.0)
+    store.close()
+    store = HistoryStore(path)
+    assert stored(store, A) == transcript("0", "1", "2", "3")
+    store.close()
 
 
 def test_that_a_file_cannot_be_written_to_is_known_when_it_is_opened(tmp_path: Path) -> None:

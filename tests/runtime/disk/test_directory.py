@@ -85,7 +85,7 @@ def test_records_of_another_origin_go(tmp_path: Path, change: dict[str, object],
     (own / "notes").write_text("not ours")
     changed = replace(ORIGIN, **change)
     open_directory(tmp_path, changed)
-    assert "another engine or setting" in caplog.text
+    assert "another engine, setting or version" in caplog.text
     assert sorted(path.name for path in own.iterdir()) == ["about.json", "notes"]
     assert changed.digest != ORIGIN.digest
 

@@ -376,7 +376,8 @@ def served(files, engine, monkeypatch):
         "listen": listen,
         "open_engine": opened,
         "open_grammars": lambda *_: None,
-        "dump_stacks_on_signal": lambda: None,
+        "hold_stack_signal": lambda: None,
+        "print_stacks_on_signal": lambda: None,
         "with_disk_speed": lambda cost, *_: cost,
     }.items():
         for module in (assemble, command, resolve, serving, serve_module):
