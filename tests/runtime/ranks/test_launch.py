@@ -179,14 +179,16 @@ def test_ranks_that_do_not_serve_yet_are_ended_with_one_line(number, fake):
 
 def test_ranks_are_told_to_drain_and_their_status_comes_back(fake):
     program = (
-        "import sys; from pensieve.runtime.ranks.launch import run_ranks; sys.executable = "
-        "sys.argv[1]; "
+        "import sys; from pensieve.runtime.ranks import launch; sys.executable = sys.argv[1]; "
+        "wait = launch._wait; "
+        # a signal before that would be one that came before the ranks started
+        "launch._wait = lambda mpirun: (print('waits', flush=True), wait(mpirun))[1]; "
     )
-    program += "sys.exit(run_ranks(2, ['serve', '--port', '0']))"
+    program += "sys.exit(launch.run_ranks(2, ['serve', '--port', '0']))"
     words = [PYTHON, "-c", program, str(fake.with_name("python"))]
     parent = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    assert parent.stdout.readline() == "started -n 2 serve --port 0\n"
-    assert parent.stdout.readline() == "trapped\n"
+    lines = {parent.stdout.readline() for _ in range(3)}
+    assert lines == {"started -n 2 serve --port 0\n", "trapped\n", "waits\n"}
     parent.send_signal(signal.SIGTERM)
     assert parent.stdout.readline() == "drains\n"
     parent.send_signal(signal.SIGUSR2)  # where each hangs: it asks them, and goes on
