@@ -99,10 +99,13 @@ class Segments:
 
     def holds(self, slot: int) -> bool:
         """Returns whether the slot can ever have been written: its file exists and is long enough.
-        OSError."""
+        An open file may have been moved since. OSError."""
         segment, index = divmod(slot, self.slots_a_segment)
-        path = self._path(segment)
-        return path.exists() and path.stat().st_size > index * self._record
+        file = self._open.get(segment, self._path(segment))
+        try:
+            return os.stat(file).st_size > index * self._record
+        except FileNotFoundError:
+            return False
 
     def flush(self, slots: Sequence[int]) -> None:
         """Returns when the data of these slots survives a power failure. OSError."""

@@ -530,6 +530,17 @@ def test_a_slot_in_use_by_work_is_refused(tmp_path):
         assert tier.finished().spilled == (3,)
 
 
+def test_a_record_in_a_file_that_was_moved_is_erased(tmp_path):
+    with Tier(tmp_path) as tier:
+        tier.save([3])
+        moved = (tier.files / "000000.kv").rename(tmp_path / "moved")
+        before = moved.read_bytes()
+        start = 3 * record_bytes(3000)
+        assert any(before[start : start + PAGE])
+        assert tier.erase(3) == ()
+        assert not any(moved.read_bytes()[start : start + PAGE])
+
+
 def test_an_erasure_that_fails_is_said(tmp_path, caplog):
     broken = threading.Event()
     write = failing(errno.EIO, lambda offset: broken.is_set())(os.pwritev)
@@ -568,7 +579,7 @@ def test_a_file_system_that_has_given_up_refuses_an_erasure_and_breaks_nothing(
     with Tier(tmp_path) as tier:
         tier.save([0])
         with monkeypatch.context() as patch:
-            patch.setattr(disk_files.Path, "stat", refused)
+            patch.setattr(disk_files.os, "stat", refused)
             assert tier.erase(0) == (0,)
         assert tier.erase(0) == ()
 
