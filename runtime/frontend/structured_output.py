@@ -129,17 +129,18 @@ def reply_form(
     param: str = "response_format",
 ) -> ReplyForm | None:
     """Returns the form that the reply must have, None for any. Raises RequestError (INVALID) if two
-    fields set it.
+    fields set it, except two names of one `structured_outputs` that are equal.
 
     param           the field that contains `response_format`, for errors
     constraints     `structured_outputs` and the fields in `GUIDED`, as far as they are set
     """
     schema = _schema(response_format, param) if response_format is not None else None
     given = list(constraints)
-    if len(given) > 1:
-        raise RequestError(
-            ErrorKind.INVALID, f"{given[0]} and {given[1]} cannot be combined", given[1]
-        )
+    for name in given[1:]:
+        if _wanted(name, constraints[name]) != _wanted(given[0], constraints[given[0]]):
+            raise RequestError(
+                ErrorKind.INVALID, f"{given[0]} and {name} are different forms", name
+            )
     if tools and tool_choice != "none":
         if given:
             raise RequestError(
@@ -147,19 +148,21 @@ def reply_form(
             )
         return _with_tools(tools, tool_choice, parallel_tool_calls, schema, param)
     if given:
-        ((name, value),) = constraints.items()
+        name = given[0]
         if schema is not None:
             raise RequestError(ErrorKind.INVALID, f"{param} and {name} cannot be combined", name)
-        forms = (
-            value.wanted
-            if isinstance(value, StructuredOutputs)
-            else {name.removeprefix("guided_"): value}
-        )
-        ((form, wanted),) = forms.items()
+        ((form, wanted),) = _wanted(name, constraints[name]).items()
         return ReplyForm(name, _grammar(form, wanted, name))
     if schema is None:
         return None
     return ReplyForm(param, _schema_grammar(schema, param))
+
+
+def _wanted(name: str, value: Any) -> dict[str, Any]:
+    """The one field of `structured_outputs` that a constraint sets."""
+    if isinstance(value, StructuredOutputs):
+        return value.wanted
+    return {name.removeprefix("guided_"): value}
 
 
 def _with_tools(

@@ -12,6 +12,9 @@ from ..frontend.reply import CompletionWriter, Piece, Reply, Style
 from ..frontend.reply_reader import ToolCall
 from ..observe.metrics import SOURCES
 
+SIGNATURE = "bm9uZQ=="
+"""Of every thought. Nothing here reads it, but clients take an unsigned thought for text."""
+
 
 class MessageWriter(CompletionWriter):
     """message objects, whole or as the documented events: blocks of thoughts, of text and of tool
@@ -34,7 +37,7 @@ class MessageWriter(CompletionWriter):
         content = "".join(reply.content)
         texts = [_text_block(content)] if content else []
         if thought := "".join(reply.thoughts):
-            texts = [_thought_block(thought), *texts]
+            texts = [_thought_block(thought, SIGNATURE), *texts]
         return self._message(reply, [*texts, *map(_call_block, reply.calls)], **self._end(reply))
 
     def opening(self, replies: Sequence[Reply]) -> str:
@@ -53,7 +56,7 @@ class MessageWriter(CompletionWriter):
             if not self._in_thought:
                 events.append(self._stop_block())
                 self._in_thought = True
-                events.append(self._start(_thought_block("")))
+                events.append(self._start(_thought_block("", "")))
             events.append(self._delta({"type": "thinking_delta", "thinking": piece.thought}))
         if piece.text:
             if not self._in_text:
@@ -101,7 +104,7 @@ class MessageWriter(CompletionWriter):
             return ""
         signature = ""
         if self._in_thought:
-            signature = self._delta({"type": "signature_delta", "signature": ""})
+            signature = self._delta({"type": "signature_delta", "signature": SIGNATURE})
         self._in_text = self._in_thought = False
         return signature + self._stop()
 
@@ -139,8 +142,8 @@ def _text_block(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def _thought_block(thought: str) -> dict[str, Any]:
-    return {"type": "thinking", "thinking": thought, "signature": ""}
+def _thought_block(thought: str, signature: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": thought, "signature": signature}
 
 
 def _call_block(call: ToolCall) -> dict[str, Any]:

@@ -6,6 +6,7 @@ calls) become one message of the assistant.
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Sequence
@@ -127,19 +128,46 @@ class ReasoningText(Body):
     text: str
 
 
-class ReasoningItem(Body):
-    """Thoughts of an earlier reply: `content`, or where the client has only that, `summary`."""
+OWN_THOUGHT = "pensieve:"
+"""How an `encrypted_content` of this server begins."""
 
-    IGNORED = frozenset({"encrypted_content", "id", "status"})
+
+def encoded_thought(thought: str) -> str:
+    """Returns the `encrypted_content` of a thought, for clients that send nothing else of it back.
+    It is no secret: the item has the text too."""
+    return OWN_THOUGHT + base64.b64encode(thought.encode()).decode()
+
+
+def decoded_thought(encoded: str) -> str:
+    """The inverse of `encoded_thought`; "" for what another provider has encrypted. Raises
+    RequestError (INVALID) if the text is damaged."""
+    if not encoded.startswith(OWN_THOUGHT):
+        return ""
+    try:
+        return base64.b64decode(encoded.removeprefix(OWN_THOUGHT), validate=True).decode()
+    except ValueError as error:
+        raise RequestError(
+            ErrorKind.INVALID, "an encrypted_content of this server is damaged", "input"
+        ) from error
+
+
+class ReasoningItem(Body):
+    """Thoughts of an earlier reply: `content`, or where the client has only that,
+    `encrypted_content` or `summary`."""
+
+    IGNORED = frozenset({"id", "status"})
 
     type: Literal["reasoning"]
     summary: list[ReasoningText] = Field(default_factory=list)
     content: list[ReasoningText] = Field(default_factory=list)
+    encrypted_content: str | None = None
 
     @property
     def text(self) -> str:
         if self.content:
             return "".join(part.text for part in self.content)
+        if thought := decoded_thought(self.encrypted_content or ""):
+            return thought
         return "\n\n".join(part.text for part in self.summary)
 
 

@@ -11,7 +11,7 @@ from ...scheduler.types import FinishReason, RequestError
 from ..conversations.transcript import KEPT_IDS
 from ..frontend.reply import CompletionWriter, Piece, Reply, Style, usage
 from ..frontend.reply_reader import ToolCall
-from .response_items import CUSTOM_INPUT, RESPONSE_ID, item_id
+from .response_items import CUSTOM_INPUT, RESPONSE_ID, encoded_thought, item_id
 from .response_tools import CustomTool, OwnTool
 
 
@@ -21,11 +21,13 @@ class About:
 
     fields         of the response object
     tools          by the names that the model sees
+    encrypted      items of thoughts have `encrypted_content`
     store, stream  as in the body
     """
 
     fields: Mapping[str, Any]
     tools: Mapping[str, OwnTool]
+    encrypted: bool
     store: bool
     stream: bool
 
@@ -33,13 +35,14 @@ class About:
 @dataclass
 class OutputItem:
     """An item of the output. `text`: pieces of a message or of thoughts, or a call's arguments.
-    `tool`: the tool that is called; None: the model has invented it."""
+    `tool`: the tool that is called; None: the model has invented it. `encrypted`: see `About`."""
 
     id: str
     type: str
     text: list[str] = field(default_factory=list)
     call: ToolCall | None = None
     tool: OwnTool | None = None
+    encrypted: bool = False
 
     def part(self, text: str) -> dict[str, Any]:
         """The one content part of a message or of thoughts."""
@@ -67,7 +70,10 @@ class OutputItem:
             return {**about, "call_id": self.call.id, **self._names(), key: text}
         content = [] if begun else [self.part(text)]
         if self.type == "reasoning":
-            return {**about, "summary": [], "content": content}
+            thought = {**about, "summary": [], "content": content}
+            if self.encrypted and not begun:
+                thought["encrypted_content"] = encoded_thought(text)
+            return thought
         return {**about, "role": "assistant", "content": content}
 
 
@@ -167,7 +173,7 @@ class ResponseWriter(CompletionWriter):
         return events
 
     def _begin(self, kind: str) -> list[str]:
-        item = OutputItem(self._next_id(kind), kind)
+        item = OutputItem(self._next_id(kind), kind, encrypted=self._about.encrypted)
         self._items.append(item)
         self._in_text = True
         return [

@@ -47,7 +47,7 @@ Included = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
-"""Parts of output items that no answer of this server has."""
+"""Parts of output items. Of these, answers of this server have only `encrypted_content`."""
 
 
 class Reasoning(Body):
@@ -176,7 +176,8 @@ class ResponseBody(GenerationBody):
     def writer(self, model: str, tokenizer: Tokenizer | None) -> ResponseWriter:
         """Returns the writer of the answer of `model`."""
         tools = {tool.full_name: tool for tool in own_tools(self.tools)}
-        about = About(self._repeated(), tools, self.store, self.stream)
+        encrypted = "reasoning.encrypted_content" in self.include
+        about = About(self._repeated(), tools, encrypted, self.store, self.stream)
         return ResponseWriter(Style(model, False, False, self.return_sources), about)
 
     def _chosen(self) -> ChosenTools:

@@ -12,11 +12,12 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from tests.scripted_model import OTHERWISE, scripted_server, tool_call
+from tests.scripted_model import CHUNK, OTHERWISE, scripted_server, tool_call
 
 pytestmark = pytest.mark.slow
 
@@ -95,6 +96,15 @@ def check(log):
     assert all(int(cached) / int(prompt) >= SHARE for prompt, cached in counts[1:]), counts
 
 
+def check_whole_turns(log):
+    """Each prompt finds the one before it and its reply, up to the unfilled chunk at the end."""
+    names = ("prompt_tokens", "cached_tokens", "generated_tokens")
+    counts = re.findall(" ".join(rf"{name}=(\d+)" for name in names), "\n".join(log))
+    turns = [tuple(map(int, turn)) for turn in counts]
+    for (prompt, _, generated), (_, cached, _) in pairwise(turns):
+        assert cached >= prompt + generated - 1 - CHUNK, turns
+
+
 def check_image(log, part):
     """Three requests, the last two with the image that a tool has read, whose part is named."""
     assert not [line for line in log if "refused status=4" in line]
@@ -153,16 +163,24 @@ OPENCODE = CLIENTS / "node_modules" / ".bin" / "opencode"
 
 
 @installed(OPENCODE)
-def test_opencode(tmp_path, place):
+@pytest.mark.parametrize("package", ["openai-compatible", "openai", "anthropic"])
+def test_opencode(tmp_path, place, package):
+    """Speaks three APIs. The model's thoughts come back in each, so all of a turn's KV is found."""
     says = script(
         tool_call("read", filePath=str(place.notes)),
         tool_call("bash", command=COUNT, description="Counts the boats"),
     )
+    says = {
+        marker: f"<think>\nThat says: {marker}\n</think>\n\n{text}" for marker, text in says.items()
+    }
     with scripted_server(tmp_path, says) as server:
+        model = {"reasoning": True, "limit": {"context": 200_000, "output": 32_000}}
+        if package == "openai-compatible":
+            model["interleaved"] = {"field": "reasoning_content"}
         provider = {
-            "npm": "@ai-sdk/openai-compatible",
+            "npm": f"@ai-sdk/{package}",
             "options": {"baseURL": f"{server.url}/v1", "apiKey": "none"},
-            "models": {"scripted": {"limit": {"context": 200_000, "output": 32_000}}},
+            "models": {"scripted": model},
         }
         config = {
             "provider": {"pensieve": provider},
@@ -180,6 +198,7 @@ def test_opencode(tmp_path, place):
             answer = place.run(OPENCODE, "run", *again, question, **offline)
             assert answer.endswith(ANSWERS[number])
     check(server.log)
+    check_whole_turns(server.log)
 
 
 CODEX = CLIENTS / "node_modules" / ".bin" / "codex"

@@ -315,6 +315,23 @@ def test_forms_reach_the_loop_as_grammars(ask: Ask, form: dict[str, Any]) -> Non
     assert submitted(loop)[0].sampling.grammar
 
 
+def test_one_form_may_have_its_older_name_too(ask: Ask) -> None:
+    """guidance sends both names of a grammar, for older and newer versions of vLLM."""
+    grammar = '%llguidance {}\n\nstart: "a"+\n'
+    grammars = []
+    for form in (
+        {"structured_outputs": {"grammar": grammar}},
+        {"structured_outputs": {"grammar": grammar}, "guided_grammar": grammar},
+    ):
+        loop = FakeLoop()
+        assert ask(chat("x", **form), loop).is_success
+        grammars.append(submitted(loop)[0].sampling.grammar)
+    assert grammars[0] == grammars[1]
+    other = {"structured_outputs": {"grammar": grammar}, "guided_grammar": 'start: "b"'}
+    error = ask(chat("x", **other)).json()["error"]
+    assert error["message"] == "structured_outputs and guided_grammar are different forms"
+
+
 def test_grammars_of_vllm_are_the_same_in_lark(ask: Ask) -> None:
     grammars = []
     for grammar in (

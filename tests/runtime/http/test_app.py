@@ -408,7 +408,7 @@ BAD = [
     ({"prompt": "x", "guided_choice": []}, "guided_choice"),
     ({"prompt": "x", "guided_json": "{"}, "guided_json"),
     ({"prompt": "x", "guided_json": {}, "guided_regex": "a"}, "guided_regex"),
-    ({"prompt": "x", "guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex"),
+    ({"prompt": "x", "guided_regex": "a", "structured_outputs": {"regex": "b"}}, "guided_regex"),
     (
         {"prompt": "x", "guided_regex": "a", "response_format": {"type": "json_object"}},
         "guided_regex",

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from pensieve.runtime.frontend.bodies import ChatBody
+from pensieve.runtime.http.responses import ResponseBody
 from pensieve.runtime.http.settings import HTTPSettings
 
 from ..fake_loop import EOS, FakeLoop, byte_tokens
@@ -67,11 +68,62 @@ def test_a_message_has_a_block_of_thoughts(ask: Ask) -> None:
     assert "".join(delta.get("text", "") for delta in deltas) == CONTENT
 
 
+def test_a_block_of_thoughts_is_signed(ask: Ask) -> None:
+    """Pydantic AI and pi send a thought with an empty signature back as text of the dialogue."""
+    body = {"messages": TOLD, "max_tokens": 100}
+    signature = answered(ask, "/v1/messages", **body).json()["content"][0]["signature"]
+    assert signature
+    streamed = events(answered(ask, "/v1/messages", stream=True, **body).text)
+    deltas = [event["delta"] for event in streamed if event["type"] == "content_block_delta"]
+    assert [delta["signature"] for delta in deltas if "signature" in delta] == [signature]
+    started = next(event["content_block"] for event in streamed if "content_block" in event)
+    assert started["signature"] == ""
+
+
 def test_a_response_has_an_item_of_thoughts(ask: Ask) -> None:
     output = answered(ask, "/v1/responses", input="hello").json()["output"]
     assert [item["type"] for item in output] == ["reasoning", "message"]
     assert output[0]["content"][0]["text"] == THOUGHT
     assert output[1]["content"][0]["text"] == CONTENT
+    assert "encrypted_content" not in output[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_thought_comes_back_in_its_encrypted_content(ask: Ask, stream: bool) -> None:
+    """The AI SDK sends with `store: false` nothing else of a thought back, as opencode does."""
+    included = {"include": ["reasoning.encrypted_content"], "stream": stream}
+    answer = answered(ask, "/v1/responses", input="hello", store=False, **included)
+    if stream:
+        last = [event for event in events(answer.text) if event["type"].endswith("item.done")]
+        thought = last[0]["item"]
+        assert events(answer.text)[-1]["response"]["output"][0] == thought
+    else:
+        thought = answer.json()["output"][0]
+    assert thought["content"][0]["text"] == THOUGHT
+    kept = {name: thought[name] for name in ("type", "id", "encrypted_content")}
+    for sent in (
+        {**kept, "summary": []},
+        {**kept, "summary": [{"type": "summary_text", "text": "Greets."}]},
+        {**thought, "encrypted_content": None},
+    ):
+        (item,) = ResponseBody.model_validate({"input": [sent]}).input
+        assert item.text == THOUGHT  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("foreign", ["Z", "gAAAAABo", "cGVuc2lldmU=", None])
+def test_encrypted_content_of_others_is_not_read(foreign: str | None) -> None:
+    summary = [{"type": "summary_text", "text": "Greets."}]
+    sent = {"type": "reasoning", "summary": summary, "encrypted_content": foreign}
+    (item,) = ResponseBody.model_validate({"input": [sent]}).input
+    assert item.text == "Greets."  # type: ignore[union-attr]
+
+
+def test_a_damaged_thought_is_refused(ask: Ask) -> None:
+    sent = {"type": "reasoning", "summary": [], "encrypted_content": "pensieve:cGV"}
+    body = {"model": "fake", "input": [sent, {"role": "user", "content": "hello"}]}
+    answer = ask(lambda http: http.post("/v1/responses", json=body), FakeLoop())
+    assert answer.status_code == 400
+    assert "encrypted_content of this server is damaged" in answer.json()["error"]["message"]
 
 
 def test_a_client_may_leave_thoughts_out(ask: Ask) -> None:
