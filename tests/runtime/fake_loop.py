@@ -185,11 +185,6 @@ class FakeLoop:
     def join(self) -> None:
         self._thread.join()
 
-    @property
-    def running(self) -> int:
-        """Requests that have not ended."""
-        return len(self._running)
-
     def pause(self) -> None:
         """Accepts requests, but sends no tokens until `go_on`: open requests stay open."""
         self._paused.set()
