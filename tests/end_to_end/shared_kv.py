@@ -37,8 +37,8 @@ def turn(server, tokens, **body):
 class SharingServer(Server):
     """Waits for the store, however busy the machine is."""
 
-    def __init__(self, state_dir, *options):
-        super().__init__(state_dir, *options, command=COMMAND)
+    def __init__(self, state_dir, *options, engine="demo"):
+        super().__init__(state_dir, *options, engine=engine, command=COMMAND)
 
 
 class SharedServerTests:

@@ -110,7 +110,7 @@ def test_conversations_that_go_to_and_fro_have_right_replies(tmp_path, store):
 def test_ranks_have_records_of_their_own(tmp_path, store, files):
     engine = tmp_path / "engine"
     build_engine(DEMO_CHECKPOINT, engine, "reference", dtype="float32", tensor_parallel=2)
-    with Server(tmp_path / "a", *options(store), engine=engine) as a:
+    with SharingServer(tmp_path / "a", *options(store), engine=engine) as a:
         replies = {}
         for number in SOME:
             body = {"model": "engine", "conversation": f"moved-{number}"}
@@ -118,7 +118,7 @@ def test_ranks_have_records_of_their_own(tmp_path, store, files):
         wait_for(lambda: len(files()) == 2 * len(SOME) * CHUNKS)
         a.stop(signal.SIGKILL)
     files()[0].unlink()  # of one rank: the chunk is not there
-    with Server(tmp_path / "b", *options(store), engine=engine) as b:
+    with SharingServer(tmp_path / "b", *options(store), engine=engine) as b:
         fetched = 0
         for number, reply in replies.items():
             body = {"model": "engine", "conversation": f"moved-{number}"}
