@@ -110,6 +110,28 @@ def test_a_thought_comes_back_in_its_encrypted_content(ask: Ask, stream: bool) -
         assert item.text == THOUGHT  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("effort", ["auto", "concise", "detailed"])
+def test_a_client_that_asks_for_a_summary_gets_the_thoughts_as_one(ask: Ask, effort: str) -> None:
+    """The AI SDK reads nothing else."""
+    body = {"input": "hello", "reasoning": {"summary": effort}}
+    answer = answered(ask, "/v1/responses", **body).json()
+    assert answer["reasoning"]["summary"] == effort
+    thought = answer["output"][0]
+    assert thought["content"] == []
+    assert thought["summary"] == [{"type": "summary_text", "text": THOUGHT}]
+    (item,) = ResponseBody.model_validate({"input": [thought]}).input
+    assert item.text == THOUGHT  # type: ignore[union-attr]
+    streamed = events(answered(ask, "/v1/responses", stream=True, **body).text)
+    about = [event for event in streamed if event["type"].startswith("response.reasoning_summary")]
+    assert {event["summary_index"] for event in about} == {0}
+    names = [event["type"].removeprefix("response.reasoning_summary_") for event in about]
+    deltas = len(about) - 3
+    assert names == ["part.added", *["text.delta"] * deltas, "text.done", "part.done"]
+    assert "".join(event.get("delta", "") for event in about) == THOUGHT
+    assert not any("reasoning_text" in event["type"] for event in streamed)
+    assert streamed[-1]["response"]["output"][0]["summary"] == thought["summary"]
+
+
 @pytest.mark.parametrize("foreign", ["Z", "gAAAAABo", "cGVuc2lldmU=", None])
 def test_encrypted_content_of_others_is_not_read(foreign: str | None) -> None:
     summary = [{"type": "summary_text", "text": "Greets."}]
