@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from ...scheduler.types import FinishReason, RequestError
 from ..conversations.transcript import KEPT_IDS
@@ -87,6 +87,9 @@ class ResponseWriter(CompletionWriter):
     order of the reply. One item ends before the next begins."""
 
     ID = RESPONSE_ID
+    # The usage counts earlier thoughts. Without this Codex adds an estimate of each that has an
+    # `encrypted_content`, and compacts its history too early.
+    HEADERS: ClassVar = {"x-reasoning-included": "true"}
 
     def __init__(self, style: Style, about: About):
         super().__init__(style)

@@ -178,7 +178,7 @@ class ResponseBody(GenerationBody):
     def writer(self, model: str, tokenizer: Tokenizer | None) -> ResponseWriter:
         """Returns the writer of the answer of `model`."""
         tools = {tool.full_name: tool for tool in own_tools(self.tools)}
-        encrypted = "reasoning.encrypted_content" in self.include
+        encrypted = not self.store or "reasoning.encrypted_content" in self.include
         summaries = self.reasoning is not None and self.reasoning.summary is not None
         about = About(self._repeated(), tools, encrypted, summaries, self.store, self.stream)
         return ResponseWriter(Style(model, False, False, self.return_sources), about)
