@@ -197,9 +197,9 @@ class Sqlite:
     def __init__(self, path: str | Path):
         """`path`: the file, created if it is missing, or ":memory:". Raises SettingError if the
         file is in use, damaged, of a newer program, or not writable."""
-        self.where = str(path)
+        self.where = ":memory:" if path == ":memory:" else os.path.abspath(path)
         self.fault: RequestError | None = None
-        self._reserve = Path(f"{path}-reserve") if path != ":memory:" else None
+        self._reserve = None if path == ":memory:" else Path(f"{self.where}-reserve")
         self._warned = False  # that there is no reserve
         self._opened: int | None = None  # descriptor of the file
         try:

@@ -490,3 +490,17 @@ def store_with_backup(path: Path) -> tuple[HistoryStore, Path, Transcript]:
     more = transcript("0", "1", "2", "3" * 30_000)
     store.commit(Name("", "a"), more, 2.0)
     return store, backup, more
+
+
+def test_a_process_may_change_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    store = HistoryStore("history.sqlite")
+    monkeypatch.chdir(elsewhere)
+    store.commit(Name("", "a"), transcript("0", "1"), 1.0)
+    assert store._db._free_reserve()  # type: ignore[attr-defined]
+    store.close()
+    assert (tmp_path / "history.sqlite-reserve").stat().st_size == 0
