@@ -293,8 +293,13 @@ class Sqlite:
                 kind in (ErrorKind.INTERNAL, ErrorKind.STORAGE_FULL)
                 or primary == sqlite3.SQLITE_IOERR
             ):
-                self.fault = refusal
+                self._keep_fault(refusal)
             raise refusal from error
+
+    def _keep_fault(self, refusal: RequestError) -> None:
+        """A file that is damaged stays so, whatever else fails later."""
+        if self.fault is None or self.fault.kind != ErrorKind.INTERNAL:
+            self.fault = refusal
 
     def _is_moved(self) -> bool:
         """True if another start would not find the file. SQLite goes on with one that was deleted,
@@ -319,8 +324,9 @@ class Sqlite:
     def _check_place(self) -> None:
         """Raises RequestError if the file is moved."""
         if self._is_moved():
-            self.fault = RequestError(ErrorKind.STORAGE_FULL, MOVED)
-            raise RequestError(self.fault.kind, self.fault.message)
+            refusal = RequestError(ErrorKind.STORAGE_FULL, MOVED)
+            self._keep_fault(refusal)
+            raise refusal
 
     def execute(self, sql: str, values: Mapping[str, Any] | None = None) -> list[Any]:
         with self._told():

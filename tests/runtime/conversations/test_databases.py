@@ -504,3 +504,16 @@ def test_a_process_may_change_its_directory(
     assert store._db._free_reserve()  # type: ignore[attr-defined]
     store.close()
     assert (tmp_path / "history.sqlite-reserve").stat().st_size == 0
+
+
+def test_a_damaged_file_does_not_recover_after_it_was_moved(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite"
+    store = HistoryStore(path)
+    damaged = RequestError(ErrorKind.INTERNAL, "damaged")
+    store._db.fault = damaged
+    path.rename(tmp_path / "away")
+    refused(ErrorKind.STORAGE_FULL, store.delete, Name("", "a"), 2.0)
+    assert store.fault is damaged
+    (tmp_path / "away").rename(path)
+    refused(ErrorKind.INTERNAL, store.recover)
+    store.close()
