@@ -310,7 +310,7 @@ class Sqlite:
         try:
             if os.path.samestat(os.stat(self.where), opened):
                 return False
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError:
             return False  # SQLite says what the disk refuses

@@ -517,3 +517,12 @@ def test_a_damaged_file_does_not_recover_after_it_was_moved(tmp_path: Path) -> N
     (tmp_path / "away").rename(path)
     refused(ErrorKind.INTERNAL, store.recover)
     store.close()
+
+
+def test_a_file_whose_directory_is_no_directory_any_more_is_moved(tmp_path: Path) -> None:
+    directory = tmp_path / "state"
+    store = HistoryStore(directory / "history.sqlite")
+    directory.rename(tmp_path / "away")
+    directory.touch()
+    refused(ErrorKind.STORAGE_FULL, store.admit, [Name("", "a")], 2.0)
+    store.close()
