@@ -202,6 +202,7 @@ class Sqlite:
         self._reserve = None if path == ":memory:" else Path(f"{self.where}-reserve")
         self._warned = False  # that there is no reserve
         self._opened: int | None = None  # descriptor of the file
+        self._size = 0  # of the file, in bytes, when it was last looked at
         try:
             if path != ":memory:":
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -302,14 +303,15 @@ class Sqlite:
             self.fault = refusal
 
     def _is_moved(self) -> bool:
-        """True if another start would not find the file. SQLite goes on with one that was deleted,
-        and loses it at its end."""
+        """True if another start would not find the file, or a smaller one was copied over it. SQLite
+        goes on with one that was deleted, and loses it at its end."""
         if self._opened is None:
             return False
         opened = os.fstat(self._opened)
         try:
             if os.path.samestat(os.stat(self.where), opened):
-                return False
+                before, self._size = self._size, max(self._size, opened.st_size)
+                return opened.st_size < before  # it never shrinks by itself
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError:

@@ -526,3 +526,13 @@ def test_a_file_whose_directory_is_no_directory_any_more_is_moved(tmp_path: Path
     directory.touch()
     refused(ErrorKind.STORAGE_FULL, store.admit, [Name("", "a")], 2.0)
     store.close()
+
+
+def test_a_smaller_file_that_is_copied_over_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite"
+    store, backup, _ = store_with_backup(path)
+    store.recover()  # it moves the log into the file
+    store.admit([Name("", "a")], 2.0)
+    shutil.copyfile(backup, path)
+    refused(ErrorKind.STORAGE_FULL, store.admit, [Name("", "a")], 2.0)
+    store.close()
