@@ -93,6 +93,29 @@ def test_a_stack_signal_that_comes_early_waits():
         assert process.communicate(b"alive\n")[0] == b"alive\n" and process.returncode == 0
 
 
+EARLIER_THREAD = """
+import select, signal, threading
+earlier = threading.Thread(target=threading.Event().wait, daemon=True)
+earlier.start()
+from pensieve.runtime.system import hold_stack_signal, print_stacks_on_signal
+hold_stack_signal()
+print_stacks_on_signal()
+signal.pthread_kill(earlier.ident, signal.SIGUSR2)  # as the kernel may choose
+while not select.select([0], [], [], 0.01)[0]:
+    pass  # Python's handler runs in this thread, between two calls
+print(input())
+"""
+
+
+def test_a_thread_that_does_not_hold_the_stack_signal_passes_it_on():
+    """Such as one that a tracer starts before the program."""
+    words = [sys.executable, "-c", EARLIER_THREAD]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stderr.readline() == b"Stacks of process %d\n" % process.pid
+        assert process.communicate(b"alive\n")[0] == b"alive\n" and process.returncode == 0
+
+
 def test_a_process_whose_stacks_nobody_reads_goes_on():
     """A pipe that is full holds the printing thread alone."""
     reading, writing = os.pipe()
