@@ -49,8 +49,9 @@ def print_stacks_on_signal() -> None:
     """From now on the signal DUMP_STACKS writes every thread's stack to stderr. mpirun passes the
     signal on to all ranks. Called by the main thread.
 
-    A thread waits for the signal and reads the stacks while it holds the interpreter's lock. A
-    signal handler, and faulthandler's, would read stacks that change meanwhile.
+    A thread waits for the signal and reads the stacks frame by frame. Other threads run in between,
+    so a stack of theirs may mix two moments. faulthandler's handler would read frames that another
+    thread frees, and could end the process.
     """
     hold_stack_signal()
     printer = threading.Thread(target=_print_stacks, name="stacks", daemon=True)
