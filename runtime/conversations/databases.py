@@ -303,8 +303,8 @@ class Sqlite:
             self.fault = refusal
 
     def _is_moved(self) -> bool:
-        """True if another start would not find the file, or a smaller one was copied over it. SQLite
-        goes on with one that was deleted, and loses it at its end."""
+        """True if another start would not find the file, or a smaller one was copied over it.
+        SQLite goes on with one that was deleted, and loses it at its end."""
         if self._opened is None:
             return False
         opened = os.fstat(self._opened)
