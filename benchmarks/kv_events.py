@@ -62,7 +62,7 @@ class PacedExecutor:
 def session(load: SchedulerLoad, step_s: float, events: bool) -> EngineSession:
     """All slots are taken, and a long reply runs in nearly every seat."""
     stores = NotedStores()
-    bench = FilledScheduler(load, store=stores if events else ChunkStore)
+    bench = FilledScheduler(load, make_store=stores if events else ChunkStore)
     bench.fill()
     bench.end_step()
     paced = cast(Executor, PacedExecutor(bench.executor, step_s))

@@ -155,9 +155,9 @@ class FilledScheduler:
         self,
         load: SchedulerLoad,
         sampling: Sampling = GREEDY,
-        store: Callable[..., ChunkStore] = ChunkStore,
+        make_store: Callable[..., ChunkStore] = ChunkStore,
     ):
-        """`sampling`: of the rows that generate throughout. `store`: as in `Scheduler`."""
+        """`sampling`: of the rows that generate throughout. `make_store`: as in `Scheduler`."""
         self.load = load
         shape = MODELS["llama-3-8b"]
         cost = shape.cost(
@@ -172,7 +172,7 @@ class FilledScheduler:
             max_queue=4096,
             conversation_ttl=inf,
         )
-        self.scheduler = Scheduler(config, cost, store)
+        self.scheduler = Scheduler(config, cost, make_store)
         self.executor = Executor(
             cast(Device, StagingDevice()), cast(ForwardPass, ModelOfShape(shape)), config
         )

@@ -40,19 +40,30 @@ def hold_streams() -> None:
 
 def hold_stack_signal() -> None:
     """Called before a process starts threads: DUMP_STACKS, which would end it, waits until
-    `print_stacks_on_signal`. Threads and child processes that start from here on hold it too."""
+    `print_stacks_on_signal`. Threads and child processes that start from here on hold it too. A
+    thread that is already there does not."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [DUMP_STACKS])
 
 
 def print_stacks_on_signal() -> None:
     """From now on the signal DUMP_STACKS writes every thread's stack to stderr. mpirun passes the
-    signal on to all ranks.
+    signal on to all ranks. Called by the main thread.
 
-    A thread waits for the signal and reads the stacks while it holds the interpreter's lock. A
-    signal handler, and faulthandler's, would read stacks that change meanwhile.
+    A thread waits for the signal and reads the stacks frame by frame. Other threads run in between,
+    so a stack of theirs may mix two moments. faulthandler's handler would read frames that another
+    thread frees, and could end the process.
     """
     hold_stack_signal()
-    threading.Thread(target=_print_stacks, name="stacks", daemon=True).start()
+    printer = threading.Thread(target=_print_stacks, name="stacks", daemon=True)
+    printer.start()
+
+    def pass_on(*_: object) -> None:
+        """Runs if a thread that was there before `hold_stack_signal` got the signal: once the main
+        thread returns from its call."""
+        assert printer.ident is not None
+        signal.pthread_kill(printer.ident, DUMP_STACKS)
+
+    signal.signal(DUMP_STACKS, pass_on)
 
 
 def _print_stacks() -> None:

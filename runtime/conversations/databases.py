@@ -159,7 +159,8 @@ this program."""
 SQLITE_MESSAGES = {
     ErrorKind.INVALID: "the histories cannot hold this: {}",
     ErrorKind.INTERNAL: (
-        "the file of the histories is damaged ({}): stop the server and restore a backup"
+        "the file of the histories is damaged ({}): stop the server and restore a backup, without "
+        "the -wal of the damaged file beside it"
     ),
     ErrorKind.UNAVAILABLE: "the histories cannot be read now ({}); try again",
     ErrorKind.STORAGE_FULL: (
@@ -171,8 +172,9 @@ REFUSED = (
     "quota"
 )
 MOVED = (
-    "the file of the histories was deleted, moved or replaced under the server: move it back, or "
-    "restart the server; until it ends, it still reads what was stored"
+    "the file of the histories was deleted, moved or replaced under the server, which still reads "
+    "what was stored: move the file back; or stop the server, move the old file's -wal away too, "
+    "and start again. A -wal damages another file beside it"
 )
 NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)  # IOERR: a quota, or a limit on a file's size
 RESERVE_BYTES = 16 * 2**20
@@ -195,10 +197,12 @@ class Sqlite:
     def __init__(self, path: str | Path):
         """`path`: the file, created if it is missing, or ":memory:". Raises SettingError if the
         file is in use, damaged, of a newer program, or not writable."""
-        self.where = str(path)
+        self.where = ":memory:" if path == ":memory:" else os.path.abspath(path)
         self.fault: RequestError | None = None
-        self._reserve = Path(f"{path}-reserve") if path != ":memory:" else None
+        self._reserve = None if path == ":memory:" else Path(f"{self.where}-reserve")
         self._warned = False  # that there is no reserve
+        self._opened: int | None = None  # descriptor of the file
+        self._size = 0  # of the file, in bytes, when it was last looked at
         try:
             if path != ":memory:":
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -244,7 +248,9 @@ class Sqlite:
         # as it is: whether it can be written to is known now
         execute(f"PRAGMA user_version = {VERSION}")
         self._db.executescript(INDEXES + SQLITE_BRANCHES + OPEN_TURNS.format(**SQLITE_TYPES))
-        self._identity = self._file()
+        if self.where != ":memory:":
+            # without O_PATH closing it would give up SQLite's locks
+            self._opened = os.open(self.where, os.O_PATH)
 
     def _keep_reserve(self) -> None:
         """Allocates the reserve. A quarter of it will do where the disk has room for no more.
@@ -288,28 +294,41 @@ class Sqlite:
                 kind in (ErrorKind.INTERNAL, ErrorKind.STORAGE_FULL)
                 or primary == sqlite3.SQLITE_IOERR
             ):
-                self.fault = refusal
+                self._keep_fault(refusal)
             raise refusal from error
 
-    def _file(self) -> tuple[int, int] | None:
-        """Device and inode of the file that is now at `where`. None: there is none. OSError if the
-        disk does not say."""
+    def _keep_fault(self, refusal: RequestError) -> None:
+        """A file that is damaged stays so, whatever else fails later."""
+        if self.fault is None or self.fault.kind != ErrorKind.INTERNAL:
+            self.fault = refusal
+
+    def _is_moved(self) -> bool:
+        """True if another start would not find the file, or a smaller one was copied over it.
+        SQLite goes on with one that was deleted, and loses it at its end."""
+        if self._opened is None:
+            return False
+        opened = os.fstat(self._opened)
         try:
-            file = os.stat(self.where)
-        except FileNotFoundError:
-            return None
-        return file.st_dev, file.st_ino
+            if os.path.samestat(os.stat(self.where), opened):
+                before, self._size = self._size, max(self._size, opened.st_size)
+                return opened.st_size < before  # it never shrinks by itself
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError:
+            return False  # SQLite says what the disk refuses
+        if opened.st_nlink:
+            # SQLite would read the log into another file at this path, and damage it. The log of a
+            # file without a name stays: it may be all that is left of the last turns.
+            with contextlib.suppress(sqlite3.Error):
+                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        return True
 
     def _check_place(self) -> None:
-        """Raises RequestError if another start would not find the file. SQLite goes on with one
-        that was deleted, and loses it at its end."""
-        try:
-            file = self._file()
-        except OSError:
-            return  # SQLite says what the disk refuses
-        if file != self._identity:
-            self.fault = RequestError(ErrorKind.STORAGE_FULL, MOVED)
-            raise RequestError(self.fault.kind, self.fault.message)
+        """Raises RequestError if the file is moved."""
+        if self._is_moved():
+            refusal = RequestError(ErrorKind.STORAGE_FULL, MOVED)
+            self._keep_fault(refusal)
+            raise refusal
 
     def execute(self, sql: str, values: Mapping[str, Any] | None = None) -> list[Any]:
         with self._told():
@@ -378,7 +397,11 @@ class Sqlite:
         self._db.interrupt()
 
     def close(self) -> None:
+        self._is_moved()  # SQLite would leave the log of a file that is
         self._db.close()
+        if self._opened is not None:
+            os.close(self._opened)
+            self._opened = None
 
 
 def _allocate(file: int, held: int, size: int) -> None:
@@ -413,8 +436,8 @@ def _why_unusable(path: str | Path, error: Exception) -> str:
         )
     if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
         return (
-            f"{path} is damaged ({error}): restore a backup, or move it away to begin with empty "
-            "histories"
+            f"{path} is damaged ({error}): restore a backup, without the -wal of this file beside "
+            "it, or move it away to begin with empty histories"
         )
     return f"cannot open {path}: {error}"
 

@@ -59,7 +59,7 @@ class Committer:
         place = index - row.first
         if row.chunks[place].key is None:
             chunk = row.chunks[place] = self._store.publish(row.chunks[place], key)
-            # the owners of the row's chunks without a key may be gone, and their names with them
+            # the owners of the row's chunks without a key may be gone, and their notes with them
             behind_twin = chunk.key is not None and place > 0 and row.chunks[place - 1].key is None
             self._store.note_context(turn, 0 if behind_twin else index, index + 1)
         if key in row.pending:

@@ -341,7 +341,7 @@ class CacheLookup:
         swap_ins: deque[Chunk] = deque()
         sources = dict.fromkeys((*LABELS, "recomputed"), 0)
         idle_spare = idle_only = 0
-        had_kv = self._had_kv(view)
+        kv_before = self._kv_before(view)
         first = reached = 0  # [first, reached): the span being built
         for index, chunk in enumerate(hits, view.first):
             valid = size
@@ -355,7 +355,7 @@ class CacheLookup:
                             spans.append(Span(-1, first, reached, first, 0))
                         first = start
                     reached = end
-                    again = end if computed_before[index - view.first] else min(end, had_kv)
+                    again = end if computed_before[index - view.first] else min(end, kv_before)
                     sources["recomputed"] += max(0, again - max(start, seen))
                 if chunk is None:
                     continue
@@ -443,7 +443,7 @@ class CacheLookup:
         sources[_source(turn, last)] -= 1
         sources["recomputed"] += 1
 
-    def _had_kv(self, view: _View) -> int:
+    def _kv_before(self, view: _View) -> int:
         """Returns how many leading tokens have had KV in the turn's conversation or before a
         restart, in any context."""
         conversation, turn = view.conversation, view.turn
@@ -451,8 +451,8 @@ class CacheLookup:
             return 0
         if conversation is None:
             return turn.request.stored_tokens
-        had_kv = min(conversation.common(turn.tokens), len(conversation.tokens) - 1)
-        return max(turn.request.stored_tokens, had_kv)
+        kv_before = min(conversation.common(turn.tokens), len(conversation.tokens) - 1)
+        return max(turn.request.stored_tokens, kv_before)
 
 
 def _source(turn: Turn, chunk: Chunk) -> str:

@@ -122,19 +122,19 @@ class QueueOrder:
     def _by_owner(self, now: float) -> Iterator[Turn]:
         """Orders like `preferred`, but requests of owners with fewer seats first. The number of
         seats may grow meanwhile."""
-        held = self._owner_seats
+        owner_seats = self._owner_seats
         preferred = self.preferred(now)
         places = defaultdict[str, deque[int]](deque)
         for place, turn in enumerate(preferred):
             places[turn.request.owner].append(place)
-        heap = [(held[owner], own[0], owner) for owner, own in places.items()]
+        heap = [(owner_seats[owner], own[0], owner) for owner, own in places.items()]
         heapify(heap)
         while heap:
             seats, _, owner = heappop(heap)
-            if seats == held[owner]:
+            if seats == owner_seats[owner]:
                 yield preferred[places[owner].popleft()]
             if own := places[owner]:
-                heappush(heap, (held[owner], own[0], owner))
+                heappush(heap, (owner_seats[owner], own[0], owner))
 
     def _overdue(
         self, turn: Turn, work: float, tried: set[Turn] | frozenset[Turn] = frozenset()
@@ -155,15 +155,15 @@ class QueueOrder:
     def _passed(self, turn: Turn, below: float) -> Iterator[Turn]:
         """Yields the requests that `turn` would pass and whose allowances are below `below`
         seconds."""
-        held = self._owner_seats
+        owner_seats = self._owner_seats
         priority = turn.order[0]
-        owner_seats = held[turn.request.owner]
+        most_seats = owner_seats[turn.request.owner]
         for other in self._waiting:
             if other.order >= turn.order:
                 return
             if other.allowance >= below or other.resumes or other.order[0] != priority:
                 continue
-            if held[other.request.owner] <= owner_seats and self._ready(other):
+            if owner_seats[other.request.owner] <= most_seats and self._ready(other):
                 yield other
 
     def _ready(self, turn: Turn) -> bool:

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -88,8 +87,47 @@ def test_a_stack_signal_that_comes_early_waits():
     pipe = subprocess.PIPE
     with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         assert process.stderr.readline() == b"Stacks of process %d\n" % process.pid
-        process.stderr.close()  # a later signal has no reader, and is no fault
-        process.send_signal(signal.SIGUSR2)
+        assert process.communicate(b"alive\n")[0] == b"alive\n" and process.returncode == 0
+
+
+NOT_WRITTEN = """
+import os, signal, threading, time
+from pensieve.runtime.system import hold_stack_signal, print_stacks_on_signal
+threading.excepthook = lambda *_: os._exit(3)
+hold_stack_signal()
+print_stacks_on_signal()
+for _ in range(2):  # the second is taken only after the first is answered
+    os.kill(os.getpid(), signal.SIGUSR2)
+    while signal.SIGUSR2 in signal.sigpending():
+        time.sleep(0.001)
+"""
+
+
+def test_stacks_that_cannot_be_written_are_no_fault():
+    with open("/dev/full", "wb") as full:
+        assert subprocess.run([sys.executable, "-c", NOT_WRITTEN], stderr=full).returncode == 0
+
+
+EARLIER_THREAD = """
+import select, signal, threading
+earlier = threading.Thread(target=threading.Event().wait, daemon=True)
+earlier.start()
+from pensieve.runtime.system import hold_stack_signal, print_stacks_on_signal
+hold_stack_signal()
+print_stacks_on_signal()
+signal.pthread_kill(earlier.ident, signal.SIGUSR2)  # as the kernel may choose
+while not select.select([0], [], [], 0.01)[0]:
+    pass  # Python's handler runs in this thread, between two calls
+print(input())
+"""
+
+
+def test_a_thread_that_does_not_hold_the_stack_signal_passes_it_on():
+    """Such as one that a tracer starts before the program."""
+    words = [sys.executable, "-c", EARLIER_THREAD]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stderr.readline() == b"Stacks of process %d\n" % process.pid
         assert process.communicate(b"alive\n")[0] == b"alive\n" and process.returncode == 0
 
 

@@ -24,6 +24,7 @@ from pensieve.runtime.conversations.databases import (
 )
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.store import HistoryStore
+from pensieve.runtime.conversations.transcript import Transcript
 from pensieve.runtime.launch.http_options import http_settings
 from pensieve.runtime.launch.settings import HISTORY_URL, ServeSettings
 from pensieve.scheduler.types import ErrorKind, RequestError, SettingError
@@ -444,4 +445,94 @@ def test_a_deletion_that_nothing_helps_is_refused(
     monkeypatch.setattr(os, "truncate", truncate)
     refused(ErrorKind.STORAGE_FULL, store.with_reserve, fail)
     assert bool(truncated) == used
+    store.close()
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_restart_on_a_backup_finds_no_log_of_the_file_that_was_moved_away(
+    noticed: bool, tmp_path: Path
+) -> None:
+    """SQLite would read the log into the backup, and damage it."""
+    path, away = tmp_path / "history.sqlite", tmp_path / "away"
+    store, backup, more = store_with_backup(path)
+    path.rename(away)
+    backup.rename(path)
+    if noticed:
+        refused(ErrorKind.STORAGE_FULL, store.admit, [Name("", "a")], 2.0)
+        assert store.fault is not None and "-wal" in store.fault.message
+    store.close()
+    assert Path(f"{path}-wal").stat().st_size == 0
+    for file, kept in ((path, transcript("0", "1")), (away, more)):
+        store = HistoryStore(file)
+        assert stored(store, Name("", "a")) == kept
+        store.close()
+
+
+def test_the_log_of_a_file_without_a_name_stays(tmp_path: Path) -> None:
+    """It may be all that is left of the last turns."""
+    path = tmp_path / "history.sqlite"
+    store, backup, _ = store_with_backup(path)
+    backup.replace(path)
+    refused(ErrorKind.STORAGE_FULL, store.admit, [Name("", "a")], 2.0)
+    store.close()
+    assert Path(f"{path}-wal").stat().st_size > 0
+
+
+def store_with_backup(path: Path) -> tuple[HistoryStore, Path, Transcript]:
+    """A store whose log has a turn more than the backup of its file, the backup, and what the store
+    has."""
+    store = HistoryStore(path)
+    store.commit(Name("", "a"), transcript("0", "1"), 1.0)
+    store.close()
+    backup = path.with_name("backup")
+    shutil.copy(path, backup)
+    store = HistoryStore(path)
+    more = transcript("0", "1", "2", "3" * 30_000)
+    store.commit(Name("", "a"), more, 2.0)
+    return store, backup, more
+
+
+def test_a_process_may_change_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    store = HistoryStore("history.sqlite")
+    monkeypatch.chdir(elsewhere)
+    store.commit(Name("", "a"), transcript("0", "1"), 1.0)
+    assert store._db._free_reserve()  # type: ignore[attr-defined]
+    store.close()
+    assert (tmp_path / "history.sqlite-reserve").stat().st_size == 0
+
+
+def test_a_damaged_file_does_not_recover_after_it_was_moved(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite"
+    store = HistoryStore(path)
+    damaged = RequestError(ErrorKind.INTERNAL, "damaged")
+    store._db.fault = damaged
+    path.rename(tmp_path / "away")
+    refused(ErrorKind.STORAGE_FULL, store.delete, Name("", "a"), 2.0)
+    assert store.fault is damaged
+    (tmp_path / "away").rename(path)
+    refused(ErrorKind.INTERNAL, store.recover)
+    store.close()
+
+
+def test_a_file_whose_directory_is_no_directory_any_more_is_moved(tmp_path: Path) -> None:
+    directory = tmp_path / "state"
+    store = HistoryStore(directory / "history.sqlite")
+    directory.rename(tmp_path / "away")
+    directory.touch()
+    refused(ErrorKind.STORAGE_FULL, store.admit, [Name("", "a")], 2.0)
+    store.close()
+
+
+def test_a_smaller_file_that_is_copied_over_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite"
+    store, backup, _ = store_with_backup(path)
+    store.recover()  # it moves the log into the file
+    store.admit([Name("", "a")], 2.0)
+    shutil.copyfile(backup, path)
+    refused(ErrorKind.STORAGE_FULL, store.admit, [Name("", "a")], 2.0)
     store.close()

@@ -459,7 +459,7 @@ def test_a_file_that_cannot_be_used_is_named(
     with sqlite3.connect(newer) as db:
         db.execute("PRAGMA user_version = 99")
     for path, words in (
-        (damaged, "damaged .*: restore a backup, or move it away"),
+        (damaged, "damaged .*: restore a backup, .* or move it away"),
         (newer, "newer was written by another version .*layout 99.*: start that version"),
         (tmp_path, "cannot open"),
     ):
