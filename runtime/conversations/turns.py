@@ -419,6 +419,13 @@ class Turns(ABC):
                     f"conversation {name.id!r} holds tokens of another tokenizer",
                     "conversation",
                 )
+            if past is not None and past.messages and not past.tokens:
+                raise RequestError(
+                    ErrorKind.CONFLICT,
+                    f"conversation {name.id!r} ends with items that no turn has computed yet, "
+                    "which a completion would leave out: continue it with a chat or a response",
+                    "conversation",
+                )
             if isinstance(prompt, str):
                 assert self.tokenizer is not None
                 prompt = await asyncio.to_thread(

@@ -324,6 +324,27 @@ def test_a_turn_with_the_clients_history_that_an_edit_overtakes_is_a_branch(serv
     run(work())
 
 
+@pytest.mark.usefixtures("histories_at")
+def test_a_completion_behind_items_without_tokens_is_refused(serve: Any) -> None:
+    completion = dict(prompt=" and then", conversation="c", history="server")
+
+    async def work() -> None:
+        async with serve() as server:
+            await server.post(CONVERSATIONS, id="c", items=[user])
+            for _ in range(2):  # items alone, and items behind a turn
+                refused = await server.post("/v1/completions", 409, **completion)
+                assert "chat or a response" in refused["error"]["message"]
+                await server.chat("more", conversation="c", history="server")
+                log = server.logs()[-1]
+                await server.post("/v1/completions", **completion)
+                assert server.requests[-1].prompt[: len(log)].tolist() == log
+                await server.ask("DELETE", f"{CONVERSATIONS}/c")
+                await server.chat("hello", conversation="c")
+                await server.post(f"{CONVERSATIONS}/c/items", items=[user])
+
+    run(work())
+
+
 def any_dialogue(draw: random.Random) -> list[Message]:
     """No two replies in a row: as items they would be one."""
     messages: list[Message] = []
