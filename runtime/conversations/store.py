@@ -594,11 +594,13 @@ class HistoryStore:
         return after
 
     def _unchanged(self, name: Name, conversation: StoredConversation, opening: Opening) -> bool:
-        """True if the turn may become the conversation's head."""
+        """True if the turn may become the conversation's head. `active` tells of edits: SQLite uses
+        the number of a deleted turn again."""
         seen = opening.seen.get(name)
-        same = conversation.head is None or (
-            seen is not None and _same_row(conversation, seen) and conversation.head == seen.head
-        )
+        if seen is None or not _same_row(conversation, seen):
+            same = conversation.head is None
+        else:
+            same = (conversation.head, conversation.active) == (seen.head, seen.active)
         return same and not self._held_by_another(conversation.number, opening.turn)
 
     def _branches(self, conversation: StoredConversation) -> list[StoredConversation]:

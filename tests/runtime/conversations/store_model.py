@@ -269,13 +269,10 @@ class StoreModel:
         self, name: Name, conversation: ModelConversation, opening: ModelOpening
     ) -> bool:
         seen = opening.seen.get(name)
-        same = seen is not None and (seen.number, seen.head) == (
-            conversation.number,
-            conversation.head,
-        )
-        return (conversation.head is None or same) and not self._held_by_another(
-            conversation.number, opening.turn
-        )
+        same = conversation.head is None
+        if seen is not None and seen.number == conversation.number:
+            same = (seen.head, seen.active) == (conversation.head, conversation.active)
+        return same and not self._held_by_another(conversation.number, opening.turn)
 
     def _held_by_another(self, conversation: int, turn: bytes) -> bool:
         return any(

@@ -739,6 +739,23 @@ def test_the_oldest_branches_are_dropped(
     assert branches(store) == [*transcripts[7:], longer], "in place of the branch that it continues"
 
 
+def test_a_turn_that_edits_have_overtaken_is_a_branch(store: HistoryStore) -> None:
+    """Its dialogue has the deleted messages. SQLite gives a deleted turn's number to the next."""
+    store.commit(A, FIRST, 1.0)
+    store.commit(A, LONGER, 2.0)
+    opening = opened(store, b"1")
+    for now in (3.0, 4.0):
+        store.edit(A, now, lambda messages: messages[:-1])
+    store.edit(A, 5.0, lambda messages: [*messages, {"role": "user", "content": "new"}])
+    whole = transcript(*"012345")
+    assert store.commit(A, whole, 6.0, opening=opening).kind == "branch"
+    assert [message["content"] for message in stored(store, A).messages] == ["0", "1", "new"]
+    opening = opened(store, b"2")
+    store.edit(A, 7.0, lambda _: [])
+    assert store.commit(A, whole, 8.0, opening=opening).kind == "branch"
+    assert store.get(A, 9.0).head is None and branches(store) == [whole]
+
+
 def test_a_turn_with_the_servers_history_is_not_overtaken(store: HistoryStore) -> None:
     store.commit(A, FIRST, 1.0)
     alone = opened(store, b"1", True)
