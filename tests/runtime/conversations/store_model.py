@@ -6,7 +6,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pensieve.runtime.conversations.schema import Gone, Name
 from pensieve.runtime.conversations.store import Edit
@@ -20,6 +20,7 @@ class ModelTurn:
     parent: int | None
     whole: Transcript
     id: bytes | None
+    kind: Literal["chat", "completion", "edit"]
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class StoreModel:
             raise RequestError(ErrorKind.CONFLICT, "in flight")
         line = self.line(conversation.head)
         turns = self.state.turns
-        if line and self._ends_with_completion(line):
+        if line and turns[line[0]].kind == "completion":
             raise RequestError(ErrorKind.CONFLICT, "a completion")
         messages = tuple(change(turns[line[0]].whole.messages if line else ()))
         parent: int | None = None
@@ -168,7 +169,7 @@ class StoreModel:
         if messages != before.messages:
             self._last += 1
             head = self._last
-            turns[head] = ModelTurn(parent, replace(before, messages=messages), None)
+            turns[head] = ModelTurn(parent, replace(before, messages=messages), None, "edit")
         whole = replace(before, messages=messages)
         edited = replace(
             conversation,
@@ -212,6 +213,7 @@ class StoreModel:
         salt: bytes,
         behind: Name | None,
         opening: ModelOpening | None,
+        kind: Literal["chat", "completion"],
         **about: str | None,
     ) -> str:
         """Returns the kind of the conversation with the turn."""
@@ -242,7 +244,7 @@ class StoreModel:
             conversations[place] = replace(new_branch, history_ttl=conversation.history_ttl)
         self._last += 1
         self.state.turns[self._last] = ModelTurn(
-            parent, whole, opening.turn if opening is not None else None
+            parent, whole, opening.turn if opening is not None else None, kind
         )
         conversations[place] = replace(
             conversations[place],
@@ -333,15 +335,6 @@ class StoreModel:
             for conversation in self.state.conversations.values()
             for turn in self.line(conversation.head)
         }
-
-    def _ends_with_completion(self, line: Sequence[int]) -> bool:
-        wholes = [self.state.turns[turn].whole for turn in line]
-        last = wholes[0]
-        spoken = [whole for whole in wholes if whole.messages == last.messages][-1]
-        if not last.messages:
-            return True
-        log = spoken.tokens
-        return len(last.tokens) > len(log) + 1 and last.tokens[: len(log)] == log
 
     def _kept(self, turn: int) -> int:
         """Tokens that it shares with the turn before it."""

@@ -238,6 +238,7 @@ class Driver:
             salt,
             behind,
             as_modelled,
+            "chat" if whole.messages else "completion",
             **about,
         )
         if result is not None:

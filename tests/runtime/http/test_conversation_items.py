@@ -345,6 +345,29 @@ def test_a_completion_behind_items_without_tokens_is_refused(serve: Any) -> None
     run(work())
 
 
+@pytest.mark.usefixtures("histories_at")
+def test_an_equal_reply_behind_items_is_no_completion(serve: Any) -> None:
+    same = {"role": "assistant", "content": "same"}
+
+    async def work() -> None:
+        async with serve(answers=lambda _: [*byte_by_byte("same"), DONE]) as server:
+            await server.post(CONVERSATIONS, id="c", items=[user, same])
+            await server.chat("hello", conversation="c")
+            await server.chat("more", conversation="c", history="server")
+            await server.post(f"{CONVERSATIONS}/c/items", items=[user])
+            for completes in (False, True):
+                await server.ask("DELETE", f"{CONVERSATIONS}/c")
+                await server.post(CONVERSATIONS, id="c", items=[user, same])
+                await server.chat("hello", conversation="c")
+                if completes:
+                    body = dict(prompt=" and then", conversation="c", history="server")
+                    await server.post("/v1/completions", **body)
+                status = 409 if completes else 200
+                await server.post(f"{CONVERSATIONS}/c/items", status, items=[user])
+
+    run(work())
+
+
 def any_dialogue(draw: random.Random) -> list[Message]:
     """No two replies in a row: as items they would be one."""
     messages: list[Message] = []
