@@ -1347,11 +1347,12 @@ def _up_to(line: Line, last: LineTurn) -> Line:
 
 
 def _unchanged_turns(line: Line, messages: tuple[Message, ...]) -> Line | None:
-    """The part of the line whose messages are, in the same form, a beginning of these."""
+    """The part of the line whose messages are, in the same form, a beginning of these. A shorter
+    part ends with a turn that has messages: the others may be plain completions."""
     equal = common_prefix(line.whole.messages, messages)
     count = len(line.whole.messages)
     for turn in reversed(line.turns.values()):
-        if 0 < count <= equal:
+        if count <= equal and (turn.turn.messages or turn is line.last):
             return _up_to(line, turn)
         count -= len(turn.turn.messages)
     return None

@@ -140,7 +140,7 @@ class StoreModel:
     def change(self, name: Name, now: float, **values: float | None) -> ModelConversation:
         changed = replace(self.get(name, now), **values)  # type: ignore[arg-type]
         self.state.conversations[name] = changed
-        for branch in self._branches(name):
+        for branch in self.branches(name):
             self.state.conversations[branch] = replace(
                 self.state.conversations[branch],
                 ttl=changed.ttl,
@@ -162,7 +162,8 @@ class StoreModel:
         before = Transcript((), array("i"), "", 0)
         for turn in reversed(line):
             whole = turns[turn].whole
-            if whole.messages and whole.messages == messages[: len(whole.messages)]:
+            adds = self._message_count(turns[turn].parent) < len(whole.messages)
+            if whole.messages == messages[: len(whole.messages)] and (adds or turn == line[0]):
                 parent = turn
                 before = whole
         head = parent
@@ -231,7 +232,7 @@ class StoreModel:
             self.release(opening.turn)
         if conversation is None:
             conversation = self._insert(name, now, **about)
-        branches = self._branches(name)
+        branches = self.branches(name)
         parent = self._nearest(
             [(before or conversation).head, *(conversations[branch].head for branch in branches)],
             whole,
@@ -256,7 +257,7 @@ class StoreModel:
         )
         for branch in [branch for branch in branches if conversations[branch].head == parent]:
             del conversations[branch]
-        while len(oldest := self._branches(name)) > self._most_branches:
+        while len(oldest := self.branches(name)) > self._most_branches:
             self.state.expired.append(self._remove(oldest[0]))
         return place.kind
 
@@ -311,7 +312,7 @@ class StoreModel:
         self.state.conversations[name] = conversation
         return conversation
 
-    def _branches(self, name: Name) -> list[Name]:
+    def branches(self, name: Name) -> list[Name]:
         """The oldest first."""
         branches = [
             other
@@ -335,6 +336,9 @@ class StoreModel:
             for conversation in self.state.conversations.values()
             for turn in self.line(conversation.head)
         }
+
+    def _message_count(self, turn: int | None) -> int:
+        return len(self.state.turns[turn].whole.messages) if turn is not None else 0
 
     def _kept(self, turn: int) -> int:
         """Tokens that it shares with the turn before it."""
@@ -365,7 +369,7 @@ class StoreModel:
         return best
 
     def _remove(self, name: Name) -> Gone:
-        self.state.expired += [self._remove(branch) for branch in self._branches(name)]
+        self.state.expired += [self._remove(branch) for branch in self.branches(name)]
         gone = self.state.conversations.pop(name)
         self.state.open_turns = [one for one in self.state.open_turns if one[1] != gone.number]
         return self._gone(name, gone)

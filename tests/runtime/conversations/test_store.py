@@ -364,6 +364,17 @@ def test_long_messages_without_tokens_are_not_kept_in_memory(store: HistoryStore
     assert len(store._lines) == 1
 
 
+def test_a_deletion_uncovers_no_completion(store: HistoryStore) -> None:
+    store.commit(A, FIRST, 1.0)
+    completed = replace(FIRST, tokens=FIRST.tokens + array("i", [1, 2, 3]))
+    store.commit(A, completed, 2.0)
+    store.commit(A, LONGER, 3.0)
+    for now in (4.0, 5.0):
+        store.edit(A, now, lambda messages: messages[:-1])
+    assert stored(store, A) == FIRST
+    store.edit(A, 6.0, lambda messages: [*messages, {"role": "user", "content": "x"}])
+
+
 def test_random_operations_agree_with_plain_dictionaries(store: HistoryStore) -> None:
     draw = random.Random(3)
     truth = {}
