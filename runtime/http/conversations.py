@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, FastAPI, Request
 from pydantic import Field
-from starlette.convertors import PathConvertor, register_url_convertor
+from starlette.convertors import PathConvertor, StringConvertor, register_url_convertor
 
 from ...scheduler.types import ErrorKind, RequestError
 from ..conversations.schema import Name, StoredConversation
@@ -38,7 +38,7 @@ from .conversation_items import (
     without_item,
 )
 from .request_body import read_body
-from .response_items import Input, messages_of
+from .response_items import ITEM_IDS, Input, messages_of
 from .responses import whole_items
 
 LONGEST_PAGE = 100
@@ -93,7 +93,14 @@ class AnyId(PathConvertor):
     regex = "(?s:.*)"
 
 
+class ItemId(StringConvertor):
+    """An item's id in a path; a path that ends in something else names a conversation."""
+
+    regex = f"(?:{'|'.join(ITEM_IDS.values())})[^/]+"
+
+
 register_url_convertor("any", AnyId())
+register_url_convertor("item", ItemId())
 
 
 class Page:
@@ -219,12 +226,12 @@ def add_conversations(
         added = await asyncio.to_thread(items_behind, whole, len(whole) - len(messages))
         return listed(added, False)
 
-    @router.get("/{id:any}/items/{item}")
+    @router.get("/{id:any}/items/{item:item}")
     async def look_at_item(id: str, item: str, request: Request) -> dict[str, Any]:
         _, transcript = await histories.load(Name(owner_of(request), id))
         return await asyncio.to_thread(find_item, transcript.messages, item)
 
-    @router.delete("/{id:any}/items/{item}")
+    @router.delete("/{id:any}/items/{item:item}")
     async def delete_item(id: str, item: str, request: Request) -> dict[str, Any]:
         change = partial(without_item, id=item)
         return described(await histories.edit(Name(owner_of(request), id), change))

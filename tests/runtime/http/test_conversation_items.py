@@ -368,6 +368,26 @@ def test_an_equal_reply_behind_items_is_no_completion(serve: Any) -> None:
     run(work())
 
 
+def test_a_path_behind_items_that_is_no_items_id_names_a_conversation(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            for name in ("a", "a/items", "a/items/b"):
+                await server.post(CONVERSATIONS, id=name)
+            path = f"{CONVERSATIONS}/a/items"
+            assert (await server.ask("GET", f"{path}/b"))["id"] == "a/items/b"
+            assert (await server.post(f"{path}/b", metadata={"k": "v"}))["metadata"] == {"k": "v"}
+            (added,) = (await server.post(path, items=[user]))["data"]
+            assert (await server.ask("GET", path))["data"] == [added]
+            assert (await server.ask("GET", f"{path}/{added['id']}")) == added
+            assert (await server.ask("DELETE", f"{path}/{added['id']}"))["id"] == "a"
+            await server.ask("GET", f"{path}/msg_1", 404)
+            for name in ("a/items/b", "a/items", "a"):
+                await server.ask("DELETE", f"{CONVERSATIONS}/{name}")
+            assert (await server.ask("GET", CONVERSATIONS))["data"] == []
+
+    run(work())
+
+
 def any_dialogue(draw: random.Random) -> list[Message]:
     """No two replies in a row: as items they would be one."""
     messages: list[Message] = []
