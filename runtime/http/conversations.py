@@ -203,7 +203,7 @@ def add_conversations(
 
     async def new_messages(items: Input, request: Request) -> list[Message]:
         whole = await whole_items(items, histories, owner_of(request))
-        return [message.for_template() for message in messages_of(whole)]
+        return await asyncio.to_thread(template_messages, whole)
 
     @router.get("/{id:any}/items")
     async def list_items(id: str, request: Request) -> dict[str, Any]:
@@ -275,6 +275,11 @@ def add_conversations(
         return {"id": id, "object": "conversation.deleted", "deleted": True}
 
     app.include_router(router)
+
+
+def template_messages(items: Input) -> list[Message]:
+    """The messages of these items as templates read them."""
+    return [message.for_template() for message in messages_of(items)]
 
 
 async def parsed(kind: Any, request: Request) -> Any:

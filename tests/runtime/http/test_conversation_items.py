@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from pensieve.runtime.conversations.transcript import Message, without_ids
+from pensieve.runtime.http import conversations
 from pensieve.runtime.http.conversation_items import (
     find_item,
     items_of,
@@ -384,6 +386,28 @@ def test_a_path_behind_items_that_is_no_items_id_names_a_conversation(serve: Any
             for name in ("a/items/b", "a/items", "a"):
                 await server.ask("DELETE", f"{CONVERSATIONS}/{name}")
             assert (await server.ask("GET", CONVERSATIONS))["data"] == []
+
+    run(work())
+
+
+def test_calls_are_read_outside_of_the_event_loops_thread(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arguments of one body's calls may be megabytes of JSON."""
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    threads = list[threading.Thread]()
+
+    def watched(items: Any) -> Any:
+        threads.append(threading.current_thread())
+        return messages_of(items)
+
+    monkeypatch.setattr(conversations, "messages_of", watched)
+
+    async def work() -> None:
+        async with serve() as server:
+            await server.post(CONVERSATIONS, id="c", items=[call])
+            await server.post(f"{CONVERSATIONS}/c/items", items=[call])
+            assert len(threads) == 2 and threading.current_thread() not in threads
 
     run(work())
 
