@@ -738,7 +738,10 @@ class HistoryStore:
                 self._set_head(edited)
             else:
                 released = self._released([conversation], lambda: self._set_head(edited), head)
-                self._expired += released
+                # without KV of its own its claims stay, as a pin
+                erased = [gone for gone in released if gone.shared < len(gone.tokens)]
+                self._bury(erased)
+                self._expired += erased
         return edited
 
     def _set_head(self, conversation: StoredConversation) -> None:
@@ -1171,7 +1174,9 @@ class HistoryStore:
             self._db.execute(f"DELETE FROM open_turns WHERE conversation IN ({numbers})")
             self._db.execute(f"DELETE FROM conversations WHERE number IN ({numbers})")
 
-        return self._released(conversations, remove) if conversations else []
+        all_gone = self._released(conversations, remove) if conversations else []
+        self._bury(all_gone)
+        return all_gone
 
     def _released(
         self,
@@ -1212,7 +1217,6 @@ class HistoryStore:
             has_kv = name.kind == "conversation" or (alone and name.kind == "response")
             thread = conversation.thread if has_kv else None
             all_gone.append(Gone(name, thread, log, shared, conversation.salt))
-        self._bury(all_gone)
         self._delete_turns(unused)
         return all_gone
 

@@ -181,7 +181,8 @@ class StoreModel:
         )
         self.state.conversations[name] = edited
         if line and parent != line[0]:
-            self.state.expired.append(self._gone(name, conversation))
+            gone = self._gone(name, conversation)
+            self.state.expired += [gone] if gone.shared < len(gone.tokens) else []
         return edited
 
     def delete(self, name: Name, now: float) -> Gone:

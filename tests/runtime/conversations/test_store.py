@@ -375,6 +375,21 @@ def test_a_deletion_uncovers_no_completion(store: HistoryStore) -> None:
     store.edit(A, 6.0, lambda messages: [*messages, {"role": "user", "content": "x"}])
 
 
+def test_a_deletion_that_erases_no_kv_is_not_told(store: HistoryStore) -> None:
+    """The loop would end the conversation's claims on its KV, as a pin."""
+    store.commit(A, FIRST, 1.0)
+    store.edit(A, 2.0, lambda messages: [*messages, {"role": "user", "content": "x"}])
+    store.edit(A, 3.0, lambda messages: messages[:-1])  # without tokens
+    store.fork(A, "b", 4.0)
+    store.edit(A, 5.0, lambda _: [])  # another one has them too
+    tombstones = store._db.execute("SELECT number FROM tombstones") if store.shared else []
+    assert not store.take_expired() and not tombstones
+    store.edit(B, 6.0, lambda _: [])
+    (gone,) = store.take_expired()
+    assert (gone.tokens, gone.shared) == (FIRST.tokens, 0)
+    assert not store.shared or len(store._db.execute("SELECT number FROM tombstones")) == 1
+
+
 def test_random_operations_agree_with_plain_dictionaries(store: HistoryStore) -> None:
     draw = random.Random(3)
     truth = {}

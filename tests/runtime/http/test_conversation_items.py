@@ -209,8 +209,7 @@ def test_forks_branches_and_responses_keep_what_is_deleted_elsewhere(serve: Any)
             for item in reversed(await ids(server, "c")):
                 await server.ask("DELETE", f"{path}/{item}")
             log = server.logs()[0]
-            gone, *_ = server.loop.messages(Forget)
-            assert (gone.conversation, gone.shared) == ("c", len(log))
+            assert not server.loop.messages(Forget)
             await server.chat("more", conversation="fork", history="server")
             assert server.requests[-1].prompt[: len(log)].tolist() == log
             await server.post(RESPONSES, input="more", previous_response_id=answer["id"])
