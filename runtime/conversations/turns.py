@@ -866,6 +866,7 @@ class TurnManager(Turns):
         edited = await self.run(self._store.finish_edit, self.now(), planned)
         if edited is None:
             edited = await self.run(self._store.edit, name, self.now(), change)
+        self.prompts.forget((name.owner, name.id))
         return edited
 
     async def fork(self, name: Name, new_id: str) -> StoredConversation:

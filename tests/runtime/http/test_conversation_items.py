@@ -411,6 +411,23 @@ def test_calls_are_read_outside_of_the_event_loops_thread(
     run(work())
 
 
+def test_the_prompt_behind_a_deleted_item_is_no_surprise(
+    serve: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            await server.post(CONVERSATIONS, id="c")
+            for text in ("one", "two", "three"):
+                await server.chat(text, conversation="c", history="server")
+            await server.ask("DELETE", f"{CONVERSATIONS}/c/items/{(await ids(server, 'c'))[2]}")
+            await server.chat("four", conversation="c", history="server")
+            assert "the prompt of session" not in caplog.text
+            await server.chat("five", conversation="c")  # only this one: the client's own history
+            assert "the prompt of session 'c' changed" in caplog.text
+
+    run(work())
+
+
 def any_dialogue(draw: random.Random) -> list[Message]:
     """No two replies in a row: as items they would be one."""
     messages: list[Message] = []
