@@ -173,7 +173,7 @@ def test_behind_a_deleted_item_the_next_turn_computes_all_anew(serve: Any) -> No
             described = await server.ask("DELETE", f"{path}/{before[3]}")
             assert described["tokens"] == len(logs[0])
             assert await ids(server, "c") == [*before[:3], *before[4:]]
-            (gone,) = server.loop.messages(Forget)
+            (gone,) = server.loop.messages(Forget, 1)
             assert (gone.conversation, gone.tokens.tolist()) == ("c", logs[2])
             assert gone.shared == len(logs[0])
             await server.chat("last", conversation="c", history="server")
@@ -209,12 +209,12 @@ def test_forks_branches_and_responses_keep_what_is_deleted_elsewhere(serve: Any)
             for item in reversed(await ids(server, "c")):
                 await server.ask("DELETE", f"{path}/{item}")
             log = server.logs()[0]
-            assert not server.loop.messages(Forget)
             await server.chat("more", conversation="fork", history="server")
             assert server.requests[-1].prompt[: len(log)].tolist() == log
             await server.post(RESPONSES, input="more", previous_response_id=answer["id"])
             assert server.requests[-1].prompt[: len(log)].tolist() == log
             assert (await ids(server, "fork"))[1] == answer["output"][0]["id"]
+            assert not server.loop.messages(Forget)
 
     run(work())
 
@@ -270,7 +270,7 @@ def test_items_that_cannot_be_added_or_deleted(serve: Any) -> None:
     image = {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}
 
     async def work() -> None:
-        async with serve(keys=("one", "two"), step_seconds=0.01) as server:
+        async with serve(keys=("one", "two")) as server:
             await server.post(CONVERSATIONS, key="one", id="c", items=[{**user, "status": "x"}])
             await server.post(CONVERSATIONS, 400, "one", ttl_s=5)
             path = f"{CONVERSATIONS}/c/items"
@@ -295,11 +295,13 @@ def test_items_that_cannot_be_added_or_deleted(serve: Any) -> None:
             await server.ask("GET", f"{path}/{only['id']}", 404, "two")
             await server.ask("DELETE", f"{path}/{only['id']}", 404, "two")
             body = dict(messages=[user], conversation="c", history="server")
+            server.loop.pause()
             turn = asyncio.create_task(server.post(CHAT, key="one", **body))
             while not (await server.ask("GET", f"{CONVERSATIONS}/c", 200, "one"))["in_flight"]:
                 await asyncio.sleep(0.001)
             await server.post(path, 409, "one", items=[user])
             await server.ask("DELETE", f"{path}/{only['id']}", 409, "one")
+            server.loop.go_on()
             await turn
             await server.post("/v1/completions", key="one", prompt="hello", conversation="d")
             assert (await server.ask("GET", f"{CONVERSATIONS}/d/items", 200, "one"))["data"] == []
@@ -312,12 +314,14 @@ def test_items_that_cannot_be_added_or_deleted(serve: Any) -> None:
 @pytest.mark.usefixtures("histories_at")
 def test_a_turn_with_the_clients_history_that_an_edit_overtakes_is_a_branch(serve: Any) -> None:
     async def work() -> None:
-        async with serve(step_seconds=0.01) as server:
+        async with serve() as server:
             await server.post(CONVERSATIONS, id="c", items=[user])
+            server.loop.pause()
             turn = asyncio.create_task(server.chat("hello", conversation="c"))
             while not (await server.ask("GET", f"{CONVERSATIONS}/c"))["in_flight"]:
                 await asyncio.sleep(0.001)
             await server.post(f"{CONVERSATIONS}/c/items", items=[user])
+            server.loop.go_on()
             await turn
             whole = await server.ask("GET", f"{CONVERSATIONS}/c")
             assert [message["content"] for message in whole["messages"]] == ["hello", "hello"]
