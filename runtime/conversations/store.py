@@ -1149,7 +1149,8 @@ class HistoryStore:
 
     def _know(self, line: Line) -> None:
         self._forget_line(line.last.number)
-        if not line.last.turn.tokens:  # an edit: its messages may be long, and do not count
+        last = line.last.turn
+        if last.messages and not last.tokens:  # an edit: its messages may be long, and do not count
             return
         self._lines[line.last.number] = line
         self._cached_size += line.size

@@ -362,6 +362,8 @@ def test_long_messages_without_tokens_are_not_kept_in_memory(store: HistoryStore
     assert not store._lines and not store._cached_size
     store.commit(A, LONGER, 3.0)
     assert len(store._lines) == 1
+    store.commit(A, LONGER, 4.0)  # an equal reply has no tokens either
+    assert len(store._lines) == 1
 
 
 def test_a_deletion_uncovers_no_completion(store: HistoryStore) -> None:
