@@ -87,7 +87,8 @@ def with_messages(
     """The dialogue with new messages at its end. Raises RequestError (TOO_LARGE) for a dialogue
     that a body of `most_bytes` could not hold."""
     longer = [*messages, *new]
-    if len(longer) > MOST_MESSAGES or len(json.dumps(longer)) > most_bytes:
+    size = len(json.dumps(longer, ensure_ascii=False).encode())
+    if len(longer) > MOST_MESSAGES or size > most_bytes:
         raise RequestError(
             ErrorKind.TOO_LARGE,
             f"the conversation would be longer than {MOST_MESSAGES} messages or {most_bytes} bytes",

@@ -482,6 +482,8 @@ def test_items_say_all_of_a_dialogue_and_each_can_be_deleted() -> None:
 def test_a_dialogue_is_as_long_as_a_request_may_be() -> None:
     messages = [user] * 3
     assert without_ids(with_messages(messages, [user], 1000)) == [user] * 4
+    kanji = {**user, "content": "茶" * 250}  # 750 bytes
+    assert with_messages(messages, [kanji], 1000)[-1] == kanji
     for longer in ([user] * 16_384, [{**user, "content": "x" * 1000}]):
         with pytest.raises(RequestError) as error:
             with_messages(messages, longer, 1000)
