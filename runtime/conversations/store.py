@@ -753,13 +753,13 @@ class HistoryStore:
         )
 
     def fork(self, name: Name, new_id: str, now: float) -> StoredConversation:
-        """Creates a second conversation with the same history. Raises RequestError:
+        """Creates a second conversation with the same history and metadata. Raises RequestError:
         NOT_FOUND unknown name, CONFLICT taken id, TOO_MANY beyond the owner's quota."""
         new = name._replace(id=new_id)
         with self.transaction():
             source = self.get(name, now)
             self._need_free(new, now)
-            fork = self._insert(new, now, parent=name.id)
+            fork = self._insert(new, now, parent=name.id, body=source.body)
             self._db.execute(
                 "UPDATE conversations SET head = source.head, tokens = source.tokens, salt = "
                 "source.salt, "

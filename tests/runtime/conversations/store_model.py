@@ -130,14 +130,14 @@ class StoreModel:
         source = self.get(name, now)
         new = name._replace(id=new_id)
         self._need_free(new)
-        fork = self._insert(new, now, parent=name.id)
+        fork = self._insert(new, now, parent=name.id, body=source.body)
         copied = replace(
             fork, head=source.head, tokens=source.tokens, salt=source.salt, title=source.title
         )
         self.state.conversations[new] = copied
         return copied
 
-    def change(self, name: Name, now: float, **values: float | None) -> ModelConversation:
+    def change(self, name: Name, now: float, **values: float | str | None) -> ModelConversation:
         changed = replace(self.get(name, now), **values)  # type: ignore[arg-type]
         self.state.conversations[name] = changed
         for branch in self.branches(name):
@@ -146,6 +146,7 @@ class StoreModel:
                 ttl=changed.ttl,
                 history_ttl=changed.history_ttl,
                 pinned_until=changed.pinned_until,
+                body=changed.body,
             )
         return changed
 

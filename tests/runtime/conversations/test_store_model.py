@@ -195,10 +195,11 @@ class Driver:
             case "fork":
                 self.same("fork", name._replace(kind="conversation"), draw.choice("abcd"), now)
             case "change" if name.kind != "branch":
-                values = {
+                values: dict[str, tuple[float | str | None, ...]] = {
                     "history_ttl": (None, 5.0, 50.0),
                     "ttl": (None, 9.0),
                     "pinned_until": (0.0, 2000.0),
+                    "body": (None, '{"k": "v"}'),
                 }
                 which = draw.choice(list(values)[self.model.history_ttl is None :])
                 self.same("change", name, now, **{which: draw.choice(values[which])})

@@ -132,7 +132,9 @@ def test_a_conversation_of_chats_has_items_and_one_of_items_goes_on_in_chats(ser
             reply = await server.chat("hello", conversation="tea")
             page = await server.ask("GET", f"{CONVERSATIONS}/tea/items")
             assert [item["content"][0]["text"] for item in page["data"]] == [reply, "hello"]
-            assert (await server.post(f"{CONVERSATIONS}/tea/fork", id="green"))["parent"] == "tea"
+            await server.post(f"{CONVERSATIONS}/tea", metadata={"cup": "1"})
+            fork = await server.post(f"{CONVERSATIONS}/tea/fork", id="green")
+            assert (fork["parent"], fork["metadata"]) == ("tea", {"cup": "1"})
             assert await ids(server, "green") == await ids(server, "tea")
             await server.post(f"{CONVERSATIONS}/green/items", items=[user])
             assert (await ids(server, "green"))[:2] == await ids(server, "tea")
