@@ -255,8 +255,9 @@ async def whole_items(
         if id not in stored:
             raise RequestError(
                 ErrorKind.NOT_FOUND,
-                f"Item with id {id!r} not found: no stored response has it. Send the whole item; "
-                "items are stored only with store: true.",
+                f"Item with id {id!r} not found: no stored response has it. A response is stored "
+                "only with store: true, and items that a client has added to a conversation belong "
+                "to none: send the whole item.",
                 "input",
             )
     return [

@@ -155,6 +155,9 @@ def test_a_conversation_of_chats_has_items_and_one_of_items_goes_on_in_chats(ser
             ]
             assert all(message.keys() == user.keys() for message in whole["messages"])
             await server.post(f"{CONVERSATIONS}/green/pin")
+            reference = {"type": "item_reference", "id": (await ids(server, "tea"))[0]}
+            refused = await server.post(RESPONSES, 404, input=[reference])
+            assert "added to a conversation" in refused["error"]["message"]
 
     run(work())
 
