@@ -234,12 +234,13 @@ _ITEMS: TypeAdapter[Items] = TypeAdapter(Items)
 
 
 async def with_stored_items(body: ResponseBody, histories: Turns, owner: str) -> ResponseBody:
-    """Returns the body with `whole_items`."""
-    items = await whole_items(body.input, histories, owner)
+    """Returns the body with the items to which references refer. RequestError as
+    `_whole_items`."""
+    items = await _whole_items(body.input, histories, owner)
     return body.model_copy(update={"input": items})
 
 
-async def whole_items(
+async def _whole_items(
     items: Sequence[Item | LeftOut], histories: Turns, owner: str
 ) -> Sequence[Item | LeftOut]:
     """Returns the items, with those to which references refer. Raises RequestError (NOT_FOUND) for
