@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ...scheduler.types import (
     ErrorKind,
@@ -295,6 +295,7 @@ class CompletionWriter:
     second."""
 
     ID, WHOLE, CHUNK = "cmpl-", "text_completion", "text_completion"
+    HEADERS: ClassVar[Mapping[str, str]] = {}  # of the answer, beside its id
 
     def __init__(self, style: Style):
         self._style = style
@@ -356,8 +357,8 @@ class CompletionWriter:
         return None
 
     def item_ids(self, replies: Sequence[Reply]) -> dict[str, list[str]]:
-        """The field of the reply's message with the ids that its items have in a
-        response; none if it has no such items."""
+        """The field of the reply's message with the ids that its items have in a response; none if
+        it has no such items."""
         return {}
 
     def closing(self, replies: Sequence[Reply]) -> str:

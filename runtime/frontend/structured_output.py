@@ -136,10 +136,13 @@ def reply_form(
     """
     schema = _schema(response_format, param) if response_format is not None else None
     given = list(constraints)
-    for name in given[1:]:
-        if _wanted(name, constraints[name]) != _wanted(given[0], constraints[given[0]]):
+    grammars = [_constraint_grammar(name, value) for name, value in constraints.items()]
+    for name, grammar in zip(given, grammars, strict=True):
+        if grammar != grammars[0]:
             raise RequestError(
-                ErrorKind.INVALID, f"{given[0]} and {name} are different forms", name
+                ErrorKind.INVALID,
+                f"{given[0]} and {name} cannot be combined unless they are equal",
+                name,
             )
     if tools and tool_choice != "none":
         if given:
@@ -151,18 +154,17 @@ def reply_form(
         name = given[0]
         if schema is not None:
             raise RequestError(ErrorKind.INVALID, f"{param} and {name} cannot be combined", name)
-        ((form, wanted),) = _wanted(name, constraints[name]).items()
-        return ReplyForm(name, _grammar(form, wanted, name))
+        return ReplyForm(name, grammars[0])
     if schema is None:
         return None
     return ReplyForm(param, _schema_grammar(schema, param))
 
 
-def _wanted(name: str, value: Any) -> dict[str, Any]:
-    """The one field of `structured_outputs` that a constraint sets."""
-    if isinstance(value, StructuredOutputs):
-        return value.wanted
-    return {name.removeprefix("guided_"): value}
+def _constraint_grammar(name: str, value: Any) -> str:
+    """The grammar of `structured_outputs` or of an older name of one of its fields."""
+    given = value.wanted if isinstance(value, StructuredOutputs) else {name: value}
+    ((form, wanted),) = given.items()
+    return _grammar(form.removeprefix("guided_"), wanted, name)
 
 
 def _with_tools(

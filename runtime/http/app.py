@@ -140,12 +140,14 @@ class Answer(Response):
                 await stream.each(partial(_add_all, replies))
                 await self._commit(replies)
                 whole = self._call.writer.whole(list(replies.values()))
-                await JSONResponse(whole, headers={REQUEST_ID: self._call.writer.id})(
-                    scope, receive, send
-                )
+                await JSONResponse(whole, headers=self._answer_headers)(scope, receive, send)
         finally:
             watch.cancel()
             stream.close()
+
+    @property
+    def _answer_headers(self) -> dict[str, str]:
+        return {REQUEST_ID: self._call.writer.id, **self._call.writer.HEADERS}
 
     async def _hang_up_with_client(
         self, receive: Receive, stream: OutputStream, replies: Mapping[int, Reply]
@@ -163,7 +165,7 @@ class Answer(Response):
         """Sends server-sent events. The replies come to their end, and their turn is committed,
         also if the client reads nothing meanwhile."""
         outputs = await stream.next()
-        headers = [(REQUEST_ID.encode(), self._call.writer.id.encode())]
+        headers = [(name.encode(), value.encode()) for name, value in self._answer_headers.items()]
         events = ReplyEvents(self._call.writer, replies, send, headers, write)
         try:
             await asyncio.sleep(0)  # the start is sent, if the client reads

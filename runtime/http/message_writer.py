@@ -13,7 +13,8 @@ from ..frontend.reply_reader import ToolCall
 from ..observe.metrics import SOURCES
 
 SIGNATURE = "bm9uZQ=="
-"""Of every thought. Nothing here reads it, but clients take an unsigned thought for text."""
+"""Of every thought: "none" in base64, as Anthropic's are. Nothing here reads it, but clients take
+an unsigned thought for text."""
 
 
 class MessageWriter(CompletionWriter):

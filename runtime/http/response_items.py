@@ -139,16 +139,14 @@ def encoded_thought(thought: str) -> str:
 
 
 def decoded_thought(encoded: str) -> str:
-    """The inverse of `encoded_thought`; "" for what another provider has encrypted. Raises
-    RequestError (INVALID) if the text is damaged."""
+    """The inverse of `encoded_thought`; "" for what another provider has encrypted, or a client
+    has damaged: it would come in each later turn, and end the session."""
     if not encoded.startswith(OWN_THOUGHT):
         return ""
     try:
         return base64.b64decode(encoded.removeprefix(OWN_THOUGHT), validate=True).decode()
-    except ValueError as error:
-        raise RequestError(
-            ErrorKind.INVALID, "an encrypted_content of this server is damaged", "input"
-        ) from error
+    except ValueError:
+        return ""
 
 
 class ReasoningItem(Body):
@@ -164,8 +162,8 @@ class ReasoningItem(Body):
 
     @property
     def text(self) -> str:
-        if self.content:
-            return "".join(part.text for part in self.content)
+        if content := "".join(part.text for part in self.content):
+            return content
         if thought := decoded_thought(self.encrypted_content or ""):
             return thought
         return "\n\n".join(part.text for part in self.summary)

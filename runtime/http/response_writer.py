@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from ...scheduler.types import FinishReason, RequestError
 from ..conversations.transcript import KEPT_IDS
@@ -22,12 +22,14 @@ class About:
     fields         of the response object
     tools          by the names that the model sees
     encrypted      items of thoughts have `encrypted_content`
+    summaries      thoughts are, whole, in `summary` instead of `content`
     store, stream  as in the body
     """
 
     fields: Mapping[str, Any]
     tools: Mapping[str, OwnTool]
     encrypted: bool
+    summaries: bool
     store: bool
     stream: bool
 
@@ -35,7 +37,8 @@ class About:
 @dataclass
 class OutputItem:
     """An item of the output. `text`: pieces of a message or of thoughts, or a call's arguments.
-    `tool`: the tool that is called; None: the model has invented it. `encrypted`: see `About`."""
+    `tool`: the tool that is called; None: the model has invented it. `encrypted`, `summary`: see
+    `About`."""
 
     id: str
     type: str
@@ -43,11 +46,12 @@ class OutputItem:
     call: ToolCall | None = None
     tool: OwnTool | None = None
     encrypted: bool = False
+    summary: bool = False
 
     def part(self, text: str) -> dict[str, Any]:
-        """The one content part of a message or of thoughts."""
+        """The one part of a message or of thoughts."""
         if self.type == "reasoning":
-            return {"type": "reasoning_text", "text": text}
+            return {"type": "summary_text" if self.summary else "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     def _names(self) -> dict[str, str]:
@@ -70,7 +74,8 @@ class OutputItem:
             return {**about, "call_id": self.call.id, **self._names(), key: text}
         content = [] if begun else [self.part(text)]
         if self.type == "reasoning":
-            thought = {**about, "summary": [], "content": content}
+            thought: dict[str, Any] = {**about, "summary": [], "content": []}
+            thought["summary" if self.summary else "content"] = content
             if self.encrypted and not begun:
                 thought["encrypted_content"] = encoded_thought(text)
             return thought
@@ -82,6 +87,9 @@ class ResponseWriter(CompletionWriter):
     order of the reply. One item ends before the next begins."""
 
     ID = RESPONSE_ID
+    # The usage counts earlier thoughts. Without this Codex adds an estimate of each that has an
+    # `encrypted_content`, and compacts its history too early.
+    HEADERS: ClassVar = {"x-reasoning-included": "true"}
 
     def __init__(self, style: Style, about: About):
         super().__init__(style)
@@ -178,12 +186,17 @@ class ResponseWriter(CompletionWriter):
         return events
 
     def _begin(self, kind: str) -> list[str]:
-        item = OutputItem(self._next_id(kind), kind, encrypted=self._about.encrypted)
+        item = OutputItem(
+            self._next_id(kind),
+            kind,
+            encrypted=self._about.encrypted,
+            summary=kind == "reasoning" and self._about.summaries,
+        )
         self._items.append(item)
         self._in_text = True
         return [
             self._item_event("added", "in_progress"),
-            self._event("response.content_part.added", **self._part_place(), part=item.part("")),
+            self._part_event("added", part=item.part("")),
         ]
 
     def _end_text(self, status: str) -> list[str]:
@@ -195,7 +208,7 @@ class ResponseWriter(CompletionWriter):
         text = "".join(item.text)
         return [
             self._text_event("done", text=text),
-            self._event("response.content_part.done", **self._part_place(), part=item.part(text)),
+            self._part_event("done", part=item.part(text)),
             self._item_event("done", status),
         ]
 
@@ -217,9 +230,15 @@ class ResponseWriter(CompletionWriter):
     def _next_id(self, kind: str) -> str:
         return item_id(kind, self.id, len(self._items))
 
+    def _part_event(self, what: str, **fields: Any) -> str:
+        kind = "reasoning_summary_part" if self._items[-1].summary else "content_part"
+        return self._event(f"response.{kind}.{what}", **self._part_place(), **fields)
+
     def _text_event(self, what: str, **fields: Any) -> str:
-        if self._items[-1].type == "reasoning":
-            return self._event(f"response.reasoning_text.{what}", **self._part_place(), **fields)
+        item = self._items[-1]
+        if item.type == "reasoning":
+            kind = "reasoning_summary_text" if item.summary else "reasoning_text"
+            return self._event(f"response.{kind}.{what}", **self._part_place(), **fields)
         return self._event(
             f"response.output_text.{what}", **self._part_place(), **fields, logprobs=[]
         )
@@ -241,7 +260,8 @@ class ResponseWriter(CompletionWriter):
         return {"item_id": self._items[-1].id, "output_index": len(self._items) - 1}
 
     def _part_place(self) -> dict[str, Any]:
-        return {**self._place(), "content_index": 0}
+        index = "summary_index" if self._items[-1].summary else "content_index"
+        return {**self._place(), index: 0}
 
     def _output(self, status: str) -> list[dict[str, Any]]:
         """The items of a reply with this status. Only the last item can be incomplete. A call is

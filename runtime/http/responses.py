@@ -51,11 +51,13 @@ Included = Literal[
 
 
 class Reasoning(Body):
-    """`effort`: passed to the chat template."""
+    """`effort`: passed to the chat template. `summary`: thoughts are answered where clients that
+    ask for one look for it, whole: nothing here makes a shorter one."""
 
-    IGNORED = frozenset({"context", "generate_summary", "mode", "summary"})
+    IGNORED = frozenset({"context", "generate_summary", "mode"})
 
     effort: NonEmpty | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class TextFormat(Body):
@@ -176,8 +178,9 @@ class ResponseBody(GenerationBody):
     def writer(self, model: str, tokenizer: Tokenizer | None) -> ResponseWriter:
         """Returns the writer of the answer of `model`."""
         tools = {tool.full_name: tool for tool in own_tools(self.tools)}
-        encrypted = "reasoning.encrypted_content" in self.include
-        about = About(self._repeated(), tools, encrypted, self.store, self.stream)
+        encrypted = not self.store or "reasoning.encrypted_content" in self.include
+        summaries = self.reasoning is not None and self.reasoning.summary is not None
+        about = About(self._repeated(), tools, encrypted, summaries, self.store, self.stream)
         return ResponseWriter(Style(model, False, False, self.return_sources), about)
 
     def _chosen(self) -> ChosenTools:
@@ -206,7 +209,7 @@ class ResponseBody(GenerationBody):
             "metadata": self.metadata,
             "parallel_tool_calls": self.parallel_tool_calls,
             "previous_response_id": self.previous_response_id,
-            "reasoning": {"effort": reasoning.effort, "summary": None},
+            "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
             "store": self.store,
             "text": text.model_dump(by_alias=True, exclude_none=True),
             "tool_choice": choice.model_dump(exclude_none=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 
 from tests.scripts.fake_server import FakeServer, Handler
 
@@ -21,6 +22,8 @@ class ChatServer(FakeServer):
     cached     cached tokens that `usage` tells; None: it does not tell
     answered   requests behind so many are held without an answer
     begun      a held request gets its first event
+    taken      events that the client has taken so far, of one reply at a time. A delay then begins
+               when the client has taken the event before it; None: when that is sent
     """
 
     request_queue_size = 128
@@ -44,6 +47,8 @@ class ChatServer(FakeServer):
         self.cached = cached
         self.answered = answered
         self.begun = begun
+        self.taken: Callable[[], int] | None = None
+        self.sent = 0
         self.lock = threading.Lock()
 
     def handle_error(self, *_):
@@ -78,7 +83,11 @@ class ChatHandler(Handler):
             return
         tokens = body["max_tokens"] // (2 if server.fail == "short" else 1)
         for index in range(tokens // server.per_event):
+            while index and server.taken is not None and server.taken() < server.sent:
+                if server.stopped.wait(0.001):
+                    return
             time.sleep(server.gap_s if index else server.first_s)
+            server.sent += 1
             self._event(delta={"content": f"{index} "})
         usage = {
             "prompt_tokens": PROMPT_TOKENS * len(body["messages"]),

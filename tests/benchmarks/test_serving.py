@@ -128,17 +128,20 @@ def everything_seen(line):
 
 
 def test_known_delays_are_what_is_measured(bench):
-    with CompletionsServer(first_s=0.1, gap_s=0.02) as server:
-        for seconds in (1.5 * times for times in LONGER):
+    """A client process that gets no processor for longer than a gap finds several events at once:
+    then gaps are longer too."""
+    for times in LONGER:
+        seconds, gap_ms = 1.5 * times, 20.0 * times
+        with CompletionsServer(first_s=0.1, gap_s=gap_ms / 1e3) as server:
             (line,), output = bench(
                 server, "--gpu-dollars-per-hour", "3600", rate="8", measure_s=seconds
             )
-            if everything_seen(line):
-                break
+        if everything_seen(line) and line["inter_token_ms_p50"] >= 0.95 * gap_ms:
+            break
     assert line["errors"] == {} and line["completed_per_s"] > 0
     assert 100 <= line["ttft_ms_p50"] < 5000
-    assert 19 <= line["inter_token_ms_p50"] < 1000
-    assert (100 + 10 * 20) / REPLY <= line["ms_per_token_mean"] < 2000
+    assert 0.95 * gap_ms <= line["inter_token_ms_p50"] < gap_ms + 1000
+    assert (100 + 10 * gap_ms) / REPLY <= line["ms_per_token_mean"] < gap_ms + 2000
     assert line["offered_per_s"] == pytest.approx(8 * 2)
     assert line["sources"]["new"] > 0 and line["cached_tokens"] == 3 * round(
         seconds * line["completed_per_s"]
@@ -208,7 +211,7 @@ def test_a_wait_that_the_end_cuts_off_is_open(monkeypatch):
                 await asyncio.sleep(0.005)
 
         monkeypatch.setattr(bench_clients, "_until", until)
-        monkeypatch.setattr(bench_clients, "clock", lambda: time.monotonic() + 60 * until.ended)
+        monkeypatch.setattr(bench_clients, "clock", lambda: 60.0 * until.ended)
         until.ended = False
 
         async def run():
@@ -222,8 +225,8 @@ def test_a_wait_that_the_end_cuts_off_is_open(monkeypatch):
         tally = asyncio.run(run())
         server.stopped.set()
     assert len(tally.open_waits["first"]) == tally.sessions == tally.open_at_end == 3
-    assert tally.open_waits["first"] == pytest.approx([60.0] * 3, abs=1.0)
-    assert tally.open_per_token == pytest.approx([60.0 / REPLY] * 3, rel=0.02)
+    assert tally.open_waits["first"] == [60.0] * 3
+    assert tally.open_per_token == pytest.approx([60.0 / REPLY] * 3)
     assert not tally.errors and not tally.waits["first"]
 
 

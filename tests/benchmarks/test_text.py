@@ -48,6 +48,8 @@ def play(monkeypatch):
 
     def run(server, plan):
         client = TextClient(Target(server.url, "fake"), TEXTS, plan)
+        if plan.streams == 1:
+            server.taken = lambda: len(client.tally.first_token) + len(client.tally.gaps)
 
         def ended():
             tally = client.tally
@@ -96,8 +98,9 @@ def test_the_figures_follow_the_servers_delays(play):
         tally = play(server, level())
     measured = summarise(tally, level())
     assert tally.completed == 3 and not measured.errors
-    # a busy machine adds to the delays, and nothing takes away from them
-    assert measured.ttft_ms_p50 >= 60 and measured.inter_token_ms_p50 >= 19
+    # a busy machine adds to the delays, and nothing takes away from them: an event is not sent
+    # before the client has taken the one before it
+    assert measured.ttft_ms_p50 >= 60 and measured.inter_token_ms_p50 >= 20
     assert measured.ms_per_token_mean >= (first_s + 3 * gap_s) / 4 * 1e3
     assert measured.requests_per_s == 3 / 60
     assert measured.prompt_tokens == PROMPT_TOKENS * (1 + 3 + 2) and measured.cached_tokens == 9

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripted_model import CHUNK, OTHERWISE, scripted_server, tool_call
+from tests.scripted_model import OTHERWISE, scripted_server, tool_call
 
 pytestmark = pytest.mark.slow
 
@@ -97,12 +97,13 @@ def check(log):
 
 
 def check_whole_turns(log):
-    """Each prompt finds the one before it and its reply, up to the unfilled chunk at the end."""
+    """Each prompt finds the one before it and its reply, up to the last token."""
     names = ("prompt_tokens", "cached_tokens", "generated_tokens")
     counts = re.findall(" ".join(rf"{name}=(\d+)" for name in names), "\n".join(log))
     turns = [tuple(map(int, turn)) for turn in counts]
+    assert len(turns) == 5
     for (prompt, _, generated), (_, cached, _) in pairwise(turns):
-        assert cached >= prompt + generated - 1 - CHUNK, turns
+        assert cached >= prompt + generated - 1, turns
 
 
 def check_image(log, part):
@@ -222,18 +223,26 @@ stream_max_retries = 0
 
 @installed(CODEX)
 def test_codex(tmp_path, place):
+    """The model's thoughts come back, and count once: the longest prompt has 22,000 tokens, so the
+    history is not compacted, which would be another request."""
     says = script(
         tool_call("exec_command", cmd="cat notes.txt"), tool_call("exec_command", cmd=COUNT)
     )
+    says = {
+        marker: f"<think>\n{'I wonder. ' * 300}That says: {marker}\n</think>\n\n{text}"
+        for marker, text in says.items()
+    }
     settings = place.home / ".codex" / "config.toml"
     settings.parent.mkdir()
     with scripted_server(tmp_path, says) as server:
-        settings.write_text(CODEX_CONFIG.format(url=server.url))
+        limit = "model_auto_compact_token_limit = 22700\n"
+        settings.write_text(limit + CODEX_CONFIG.format(url=server.url))
         free = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
         for number, question in enumerate(QUESTIONS):
             again = ["resume", "--last"] if number else []
             assert place.run(CODEX, "exec", *again, *free, question) == ANSWERS[number]
     check(server.log)
+    check_whole_turns(server.log)
 
 
 @installed(CODEX)

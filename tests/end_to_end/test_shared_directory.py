@@ -13,7 +13,16 @@ from pensieve.builder.build import build_engine
 from pensieve.builder.checkpoints.hugging_face import DEMO_CHECKPOINT
 
 from .server import HTTP, Server
-from .shared_kv import CHUNKS, SOME, WRITTEN, SharedServerTests, options, prompt, turn
+from .shared_kv import (
+    CHUNKS,
+    SOME,
+    WRITTEN,
+    SharedServerTests,
+    SharingServer,
+    options,
+    prompt,
+    turn,
+)
 from .test_server import wait_for
 
 pytestmark = pytest.mark.slow
@@ -39,7 +48,7 @@ class TestSharedDirectory(SharedServerTests):
 
 
 def test_a_record_with_wrong_bytes_is_computed_again(tmp_path, store, files):
-    with Server(tmp_path / "a", *options(store)) as a:
+    with SharingServer(tmp_path / "a", *options(store)) as a:
         replies = [turn(a, prompt(number))[0] for number in SOME]
         wait_for(lambda: a.metric(WRITTEN) >= len(SOME) * CHUNKS)
     for number, file in enumerate(files()):
@@ -49,7 +58,7 @@ def test_a_record_with_wrong_bytes_is_computed_again(tmp_path, store, files):
         else:
             content[20] ^= 1  # of the key in the header
         file.write_bytes(content)
-    with Server(tmp_path / "b", *options(store)) as b:
+    with SharingServer(tmp_path / "b", *options(store)) as b:
         for number, reply in zip(SOME, replies, strict=True):
             again, sources = turn(b, prompt(number))
             assert again == reply and sources["shared"] == 0
@@ -57,7 +66,7 @@ def test_a_record_with_wrong_bytes_is_computed_again(tmp_path, store, files):
         assert rejected > 0
         # the wrong ones are gone, and right ones have taken their place
         wait_for(lambda: b.metric(WRITTEN) >= rejected)
-    with Server(tmp_path / "c", *options(store)) as c:
+    with SharingServer(tmp_path / "c", *options(store)) as c:
         assert sum(turn(c, [*prompt(number), 3])[1]["shared"] for number in SOME) > 0
 
 
@@ -78,7 +87,10 @@ def test_conversations_that_go_to_and_fro_have_right_replies(tmp_path, store):
             expected.append(logs)
     small = ("--gpu-kv-chunks", 60, "--host-kv-chunks", 40, "--max-model-len", 800)
     settings = (*options(store), *small)
-    with Server(tmp_path / "a", *settings) as a, Server(tmp_path / "b", *settings) as b:
+    with (
+        SharingServer(tmp_path / "a", *settings) as a,
+        SharingServer(tmp_path / "b", *settings) as b,
+    ):
 
         def play(number):
             servers = Random(number)
@@ -98,7 +110,7 @@ def test_conversations_that_go_to_and_fro_have_right_replies(tmp_path, store):
 def test_ranks_have_records_of_their_own(tmp_path, store, files):
     engine = tmp_path / "engine"
     build_engine(DEMO_CHECKPOINT, engine, "reference", dtype="float32", tensor_parallel=2)
-    with Server(tmp_path / "a", *options(store), engine=engine) as a:
+    with SharingServer(tmp_path / "a", *options(store), engine=engine) as a:
         replies = {}
         for number in SOME:
             body = {"model": "engine", "conversation": f"moved-{number}"}
@@ -106,7 +118,7 @@ def test_ranks_have_records_of_their_own(tmp_path, store, files):
         wait_for(lambda: len(files()) == 2 * len(SOME) * CHUNKS)
         a.stop(signal.SIGKILL)
     files()[0].unlink()  # of one rank: the chunk is not there
-    with Server(tmp_path / "b", *options(store), engine=engine) as b:
+    with SharingServer(tmp_path / "b", *options(store), engine=engine) as b:
         fetched = 0
         for number, reply in replies.items():
             body = {"model": "engine", "conversation": f"moved-{number}"}
@@ -120,7 +132,7 @@ def test_ranks_have_records_of_their_own(tmp_path, store, files):
 
 
 def test_a_full_directory_hurts_nobody(tmp_path, store):
-    with Server(tmp_path / "a", *options(store | {"max_bytes": 100_000})) as a:
+    with SharingServer(tmp_path / "a", *options(store | {"max_bytes": 100_000})) as a:
         for number in range(4):
             turn(a, prompt(number))
         assert a.metric("pensieve:kv_shared_off") == 0

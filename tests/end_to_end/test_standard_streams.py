@@ -3,12 +3,17 @@ notebooks, editors' consoles and tests, closed, or missing as in a service witho
 
 from __future__ import annotations
 
-import socket
+import contextlib
+import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import httpx
 import pytest
+
+from pensieve.runtime.system import descendants
 
 from .server import HTTP
 
@@ -109,20 +114,34 @@ def test_a_hang_is_not_written_into_another_file(tmp_path):
 def test_the_server(streams, tmp_path):
     program = tmp_path / "program.py"
     program.write_text("import sys\n" + STREAMS[streams] + SERVER)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    options = ("--engine", "demo", "--port", port, "--state-dir", tmp_path / "state")
+    options = ("--engine", "demo", "--port", 0, "--state-dir", tmp_path / "state")
     sizes = ("--gpu-kv-chunks", 100, "--host-kv-chunks", 100, "--max-model-len", 512)
     with subprocess.Popen(
         command(streams, program, "serve", *options, *sizes), cwd=tmp_path
     ) as server:
         try:
-            url = f"http://127.0.0.1:{port}/v1/completions"
+            url = f"http://127.0.0.1:{port_of(server)}/v1/completions"
             reply = answer(server, url, {"model": "demo", "prompt": "hello", "max_tokens": 2})
             assert reply.status_code == 200, reply.text
         finally:
             server.terminate()
         assert server.wait(60) == 0
+
+
+def port_of(server: subprocess.Popen[bytes]) -> int:
+    """The TCP port that it or a process of its listens on. Its log, which has it too, may go
+    nowhere."""
+    while server.poll() is None:
+        links = []
+        for process in (server.pid, *descendants(server.pid)):
+            with contextlib.suppress(FileNotFoundError):  # ended, or closed meanwhile
+                links += map(os.readlink, Path(f"/proc/{process}/fd").iterdir())
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            _, address, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in links:  # it listens
+                return int(address.partition(":")[2], 16)
+        time.sleep(0.01)
+    raise AssertionError(f"the server has ended with status {server.returncode}")
 
 
 def answer(server: subprocess.Popen[bytes], url: str, body: dict[str, object]) -> httpx.Response:

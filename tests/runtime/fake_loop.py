@@ -170,6 +170,7 @@ class FakeLoop:
         self._dies_with = dies_with
         self._running: dict[RequestId, tuple[Request, deque[int], int]] = {}
         self._paused = threading.Event()
+        self._pausing = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -185,17 +186,15 @@ class FakeLoop:
     def join(self) -> None:
         self._thread.join()
 
-    @property
-    def running(self) -> int:
-        """Requests that have not ended."""
-        return len(self._running)
-
     def pause(self) -> None:
         """Accepts requests, but sends no tokens until `go_on`: open requests stay open."""
         self._paused.set()
 
     def go_on(self) -> None:
-        self._paused.clear()
+        """A pause of `pauses_behind` that has not come yet does not come any more."""
+        with self._pausing:
+            self.pauses_behind = None
+            self._paused.clear()
 
     def say(self, message: object) -> None:
         self._pipe.send(message)
@@ -284,9 +283,10 @@ class FakeLoop:
         for id, (request, rest, count) in list(self._running.items()):
             token = rest.popleft() if rest else EOS
             count += 1
-            if count == self.pauses_behind:
-                self.pauses_behind = None
-                self.pause()
+            with self._pausing:
+                if count == self.pauses_behind:
+                    self.pauses_behind = None
+                    self.pause()
             finish = None
             if token in request.stop_ids and count >= request.min_tokens:
                 finish = FinishReason.STOP

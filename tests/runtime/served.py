@@ -52,7 +52,7 @@ class Served:
         **loop: Any,
     ):
         self.loop = FakeLoop(**dict(answers=spell) | loop)
-        client = EngineClient(self.loop.client_end)
+        self.client = client = EngineClient(self.loop.client_end)
         settings = HTTPSettings(
             api_keys=tuple(map(key_digest, keys)),
             strict_fields=strict,
@@ -94,6 +94,12 @@ class Served:
             ] != wanted:
                 await asyncio.sleep(0.01)
         return dict(histories)
+
+    @property
+    def answered(self) -> bool:
+        """Whether the application has heard the end of every request that it has sent. It may come
+        long after the engine has said it."""
+        return not self.client._open
 
     @property
     def requests(self) -> list[Request]:

@@ -327,9 +327,18 @@ def test_one_form_may_have_its_older_name_too(ask: Ask) -> None:
         assert ask(chat("x", **form), loop).is_success
         grammars.append(submitted(loop)[0].sampling.grammar)
     assert grammars[0] == grammars[1]
-    other = {"structured_outputs": {"grammar": grammar}, "guided_grammar": 'start: "b"'}
-    error = ask(chat("x", **other)).json()["error"]
-    assert error["message"] == "structured_outputs and guided_grammar are different forms"
+    schema = {"type": "object"}
+    written = {"structured_outputs": {"json": schema}, "guided_json": json.dumps(schema)}
+    assert ask(chat("x", **written)).is_success
+    for name, new, old in (
+        ("grammar", grammar, 'start: "b"'),
+        ("json", {"const": 1}, {"const": True}),
+    ):
+        other = {"structured_outputs": {name: new}, f"guided_{name}": old}
+        error = ask(chat("x", **other)).json()["error"]
+        assert error["message"] == (
+            f"structured_outputs and guided_{name} cannot be combined unless they are equal"
+        )
 
 
 def test_grammars_of_vllm_are_the_same_in_lark(ask: Ask) -> None:

@@ -69,9 +69,14 @@ class Server:
     def connect(self) -> socket.socket:
         return socket.create_connection(self.address, timeout=60)
 
+    def answers(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{self.url}/health", timeout=60).is_success
+        return False
+
     def check(self) -> None:
         """The server answers, and has logged no error of its own."""
-        eventually(lambda: httpx.get(f"{self.url}/health", timeout=60).is_success)
+        eventually(self.answers)
         assert "Traceback" not in self._log.read_text()
 
     def close(self) -> None:
@@ -113,6 +118,19 @@ def received(wire: socket.socket) -> bytes:
     except ConnectionResetError:
         pass
     return whole
+
+
+def unless_stopped(client: Callable[[], None]) -> None:
+    """Plays the client of an impatient server. A busy machine can stop it for longer than the
+    server waits, which cuts it off then: a client that fails after so long a time plays again."""
+    for _ in range(20):
+        began = time.monotonic()
+        try:
+            return client()
+        except (AssertionError, OSError, httpx.TransportError):
+            if time.monotonic() - began < PATIENCE_S:
+                raise
+    return client()
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
@@ -365,15 +383,20 @@ def test_so_many_connections_and_no_more(impatient: Server) -> None:
             return received(late).startswith(b"HTTP/1.1 503 ")
 
     eventually(the_last_is_refused)
-    eventually(lambda: httpx.get(f"{impatient.url}/health", timeout=60).is_success)
+    eventually(impatient.answers)
 
 
 def test_a_quick_client_notices_nothing(impatient: Server) -> None:
     """It lasts longer than all time limits, on one connection."""
-    with httpx.Client(base_url=impatient.url, timeout=60) as http:
-        for _ in range(2):
-            assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 60}).is_success
-            time.sleep(PATIENCE_S / 2)
+
+    def quick_client() -> None:
+        with httpx.Client(base_url=impatient.url, timeout=60) as http:
+            for _ in range(2):
+                body = {"prompt": "x", "max_tokens": 60}
+                assert http.post("/v1/completions", json=body).is_success
+                time.sleep(PATIENCE_S / 2)
+
+    unless_stopped(quick_client)
 
 
 def test_a_long_head_is_refused(server: Server) -> None:
@@ -425,8 +448,9 @@ def test_what_comes_behind_a_connections_last_request_costs_no_answer(
 ) -> None:
     """Both for an answer that has begun and for one that has not; neither ends before all of the
     further bytes have come."""
-    for stream, end in ((True, b"data: [DONE]"), (False, b'"total_tokens":')):
-        body = json.dumps({"prompt": "x", "max_tokens": 40, "stream": stream}).encode()
+
+    def client(stream: bool, end: bytes) -> None:
+        body = json.dumps({"prompt": "x", "max_tokens": 20, "stream": stream}).encode()
         with impatient.connect() as wire, contextlib.ExitStack() as pause:
             pause.callback(impatient.loop.go_on)
             if stream:
@@ -438,11 +462,14 @@ def test_what_comes_behind_a_connections_last_request_costs_no_answer(
             )
             answer = wire.recv(1 << 16) if stream else b""
             for _ in range(3):
-                time.sleep(0.05)
+                time.sleep(0.03)
                 wire.sendall(behind)
             pause.close()
             answer += received(wire)
         assert answer.startswith(b"HTTP/1.1 200 ") and end in answer
+
+    unless_stopped(lambda: client(True, b"data: [DONE]"))
+    unless_stopped(lambda: client(False, b'"total_tokens":'))
 
 
 SCHEMATHESIS = """

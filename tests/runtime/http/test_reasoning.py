@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from pensieve.runtime.frontend.bodies import ChatBody
+from pensieve.runtime.http.response_items import encoded_thought
 from pensieve.runtime.http.responses import ResponseBody
 from pensieve.runtime.http.settings import HTTPSettings
 
@@ -89,10 +90,14 @@ def test_a_response_has_an_item_of_thoughts(ask: Ask) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_thought_comes_back_in_its_encrypted_content(ask: Ask, stream: bool) -> None:
-    """The AI SDK sends with `store: false` nothing else of a thought back, as opencode does."""
-    included = {"include": ["reasoning.encrypted_content"], "stream": stream}
-    answer = answered(ask, "/v1/responses", input="hello", store=False, **included)
+@pytest.mark.parametrize("included", [False, True])
+def test_a_thought_comes_back_in_its_encrypted_content(
+    ask: Ask, stream: bool, included: bool
+) -> None:
+    """With `store: false` the AI SDK sends nothing else of a thought back, as opencode does.
+    LangChain's client does not ask for it."""
+    asks = {"include": ["reasoning.encrypted_content"]} if included else {"store": False}
+    answer = answered(ask, "/v1/responses", input="hello", stream=stream, **asks)
     if stream:
         last = [event for event in events(answer.text) if event["type"].endswith("item.done")]
         thought = last[0]["item"]
@@ -110,20 +115,49 @@ def test_a_thought_comes_back_in_its_encrypted_content(ask: Ask, stream: bool) -
         assert item.text == THOUGHT  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("foreign", ["Z", "gAAAAABo", "cGVuc2lldmU=", None])
-def test_encrypted_content_of_others_is_not_read(foreign: str | None) -> None:
+@pytest.mark.parametrize("effort", ["auto", "concise", "detailed"])
+def test_a_client_that_asks_for_a_summary_gets_the_thoughts_as_one(ask: Ask, effort: str) -> None:
+    """The AI SDK reads nothing else."""
+    body = {"input": "hello", "reasoning": {"summary": effort}}
+    answer = answered(ask, "/v1/responses", **body).json()
+    assert answer["reasoning"]["summary"] == effort
+    thought = answer["output"][0]
+    assert thought["content"] == []
+    assert thought["summary"] == [{"type": "summary_text", "text": THOUGHT}]
+    (item,) = ResponseBody.model_validate({"input": [thought]}).input
+    assert item.text == THOUGHT  # type: ignore[union-attr]
+    streamed = events(answered(ask, "/v1/responses", stream=True, **body).text)
+    about = [event for event in streamed if event["type"].startswith("response.reasoning_summary")]
+    assert {event["summary_index"] for event in about} == {0}
+    names = [event["type"].removeprefix("response.reasoning_summary_") for event in about]
+    deltas = len(about) - 3
+    assert names == ["part.added", *["text.delta"] * deltas, "text.done", "part.done"]
+    assert "".join(event.get("delta", "") for event in about) == THOUGHT
+    assert not any("reasoning_text" in event["type"] for event in streamed)
+    assert streamed[-1]["response"]["output"][0]["summary"] == thought["summary"]
+
+
+@pytest.mark.parametrize("foreign", ["Z", "gAAAAABo", "cGVuc2lldmU=", "pensieve:cGV", None])
+def test_encrypted_content_that_is_not_ours_is_not_read(foreign: str | None) -> None:
+    """Also if it was ours and is damaged: the client would send it in each later turn."""
     summary = [{"type": "summary_text", "text": "Greets."}]
     sent = {"type": "reasoning", "summary": summary, "encrypted_content": foreign}
     (item,) = ResponseBody.model_validate({"input": [sent]}).input
     assert item.text == "Greets."  # type: ignore[union-attr]
 
 
-def test_a_damaged_thought_is_refused(ask: Ask) -> None:
-    sent = {"type": "reasoning", "summary": [], "encrypted_content": "pensieve:cGV"}
-    body = {"model": "fake", "input": [sent, {"role": "user", "content": "hello"}]}
-    answer = ask(lambda http: http.post("/v1/responses", json=body), FakeLoop())
-    assert answer.status_code == 400
-    assert "encrypted_content of this server is damaged" in answer.json()["error"]["message"]
+def test_an_empty_content_hides_no_thought() -> None:
+    empty = [{"type": "reasoning_text", "text": ""}]
+    sent = {"type": "reasoning", "content": empty, "encrypted_content": encoded_thought(THOUGHT)}
+    (item,) = ResponseBody.model_validate({"input": [sent]}).input
+    assert item.text == THOUGHT  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_says_that_its_usage_counts_thoughts(ask: Ask, stream: bool) -> None:
+    """Else Codex adds an estimate of each earlier thought, and compacts its history too early."""
+    headers = answered(ask, "/v1/responses", input="hello", stream=stream).headers
+    assert headers["x-reasoning-included"] == "true" and headers["x-request-id"]
 
 
 def test_a_client_may_leave_thoughts_out(ask: Ask) -> None:

@@ -259,7 +259,7 @@ def test_a_slow_reader_reads_the_same_in_fewer_events(
             read = contents(await prompt.read())
             replies = len(served.requests)
             slow = SlowReader(served, path, **body)
-            await until(lambda: len(served.requests) == 2 * replies and not served.loop.running)
+            await until(lambda: len(served.requests) == 2 * replies and served.answered)
             late = contents(await slow.read())
             assert late["events"] < read["events"]
             assert {**late, "events": 0} == {**read, "events": 0}

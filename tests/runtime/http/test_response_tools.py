@@ -534,7 +534,7 @@ def reply_of(thoughts: str, text: str, *calls: ToolCall, finish: FinishReason) -
 
 
 def writer(stream: bool, store: bool = True) -> ResponseWriter:
-    return ResponseWriter(Style("fake", False, False), About({}, {}, False, store, stream))
+    return ResponseWriter(Style("fake", False, False), About({}, {}, False, False, store, stream))
 
 
 def parsed(events: str) -> list[dict[str, Any]]:
