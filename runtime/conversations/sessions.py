@@ -172,7 +172,7 @@ class PromptWatch:
             self._tokens -= gone.tokens
 
     def forget(self, key: SessionKey) -> None:
-        """The session or conversation is deleted."""
+        """The session or conversation is deleted, or edited by its client."""
         gone = self._sessions.pop(key, None)
         self._tokens -= gone.tokens if gone is not None else 0
 

@@ -192,6 +192,30 @@ class Line:
         return self._whole
 
 
+class NewTurn(NamedTuple):
+    """A turn that is stored next. `digest`: of all messages up to its end; `messages`: JSON of its
+    own ones."""
+
+    turn: StoredTurn
+    digest: bytes
+    messages: str
+
+
+class PlannedEdit(NamedTuple):
+    """An edit that is not stored yet.
+
+    seen   the conversation that it changes
+    past   the turns that stay, if any
+    turn   with the messages behind them, if there are any
+    whole  up to the end of both
+    """
+
+    seen: StoredConversation
+    past: Line | None
+    turn: NewTurn | None
+    whole: Transcript
+
+
 class Trace(NamedTuple):
     """What the search for a parent needs of a turn: columns of its row, and the number of its own
     tokens."""
@@ -596,9 +620,10 @@ class HistoryStore:
     def _unchanged(self, name: Name, conversation: StoredConversation, opening: Opening) -> bool:
         """True if the turn may become the conversation's head."""
         seen = opening.seen.get(name)
-        same = conversation.head is None or (
-            seen is not None and _same_row(conversation, seen) and conversation.head == seen.head
-        )
+        if seen is None or not _same_row(conversation, seen):
+            same = conversation.head is None
+        else:
+            same = _same_state(conversation, seen)
         return same and not self._held_by_another(conversation.number, opening.turn)
 
     def _branches(self, conversation: StoredConversation) -> list[StoredConversation]:
@@ -672,26 +697,34 @@ class HistoryStore:
         that differs stay with their tokens. The messages behind them have none: the next prompt is
         tokenized from there on. KV of turns that only this conversation had is erased.
 
-        Raises what `change` raises, and RequestError: NOT_FOUND; CONFLICT while a turn with the
-        server's history is open, or if the history ends with a plain completion."""
+        The parts of an edit: `begin_edit`, `planned_edit` and `finish_edit`. Raises what `change`
+        raises, and RequestError: NOT_FOUND; CONFLICT while a turn with the server's history is
+        open, or if the history ends with a plain completion."""
+        with self.transaction():
+            edited = self.finish_edit(now, planned_edit(*self.begin_edit(name, now), change))
+        assert edited is not None
+        return edited
+
+    def begin_edit(self, name: Name, now: float) -> tuple[StoredConversation, Line | None]:
+        """The conversation and its turns, which `planned_edit` reads. RequestError (NOT_FOUND)."""
+        with self._db.snapshot():
+            conversation = self.get(name, now)
+            return conversation, self._line_to(conversation.head)
+
+    def finish_edit(self, now: float, planned: PlannedEdit) -> StoredConversation | None:
+        """Stores the edit. None: the conversation is another one by now, and nothing is changed.
+        RequestError: NOT_FOUND, CONFLICT while a turn with the server's history is open."""
+        seen, past, turn, whole = planned
+        name = Name(seen.owner, seen.id)
         with self.transaction():
             conversation = self.get(name, now)
+            if not _same_state(conversation, seen):
+                return None
             if self._held_by_another(conversation.number, b""):
                 raise _in_flight(conversation)
-            line = self._line_to(conversation.head)
-            if line is not None and ends_with_completion(line.last.turn):
-                reason = f"conversation {name.id!r} ends with a plain completion"
-                raise RequestError(
-                    ErrorKind.CONFLICT, f"{reason}: its messages cannot be edited", "conversation"
-                )
-            messages = tuple(change(line.whole.messages if line is not None else ()))
-            past = _unchanged_turns(line, messages) if line is not None else None
-            before = past.whole if past is not None else Transcript((), array("i"), "", 0)
-            whole = replace(before, messages=messages)
             head = past.last.number if past is not None else None
-            if len(before.messages) < len(messages):
-                head = self._add_turn(past, whole, uuid.uuid4().bytes).number
-            old = conversation.head
+            if turn is not None:
+                head = self._insert_turn(head, turn, uuid.uuid4().bytes)
             edited = replace(
                 conversation,
                 head=head,
@@ -699,13 +732,16 @@ class HistoryStore:
                 active=now,
                 title=title_of(whole),
             )
+            old = conversation.head
             if old is None or (past is not None and old == past.last.number):
                 self._forget_line(old)
                 self._set_head(edited)
             else:
-                self._expired += self._released(
-                    [conversation], lambda: self._set_head(edited), head
-                )
+                released = self._released([conversation], lambda: self._set_head(edited), head)
+                # without KV of its own its claims stay, as a pin
+                erased = [gone for gone in released if gone.shared < len(gone.tokens)]
+                self._bury(erased)
+                self._expired += erased
         return edited
 
     def _set_head(self, conversation: StoredConversation) -> None:
@@ -717,13 +753,13 @@ class HistoryStore:
         )
 
     def fork(self, name: Name, new_id: str, now: float) -> StoredConversation:
-        """Creates a second conversation with the same history. Raises RequestError:
+        """Creates a second conversation with the same history and metadata. Raises RequestError:
         NOT_FOUND unknown name, CONFLICT taken id, TOO_MANY beyond the owner's quota."""
         new = name._replace(id=new_id)
         with self.transaction():
             source = self.get(name, now)
             self._need_free(new, now)
-            fork = self._insert(new, now, parent=name.id)
+            fork = self._insert(new, now, parent=name.id, body=source.body)
             self._db.execute(
                 "UPDATE conversations SET head = source.head, tokens = source.tokens, salt = "
                 "source.salt, "
@@ -1043,17 +1079,20 @@ class HistoryStore:
 
     def _add_turn(self, past: Line | None, whole: Transcript, id: bytes) -> LineTurn:
         """Adds a turn behind the last one of this line."""
-        if past is not None:
-            turn = StoredTurn.behind(past.last.turn, whole, past.whole)
-            digest = keys_behind(past.last.digest, turn.messages)[-1]
-        else:
-            turn = StoredTurn.behind(None, whole)
-            digest = dialogue_keys("", whole.messages)[-1]
-        messages = json.dumps(turn.messages, ensure_ascii=False)
+        new = _new_turn(past, whole)
+        parent = past.last.number if past is not None else None
+        number = self._insert_turn(parent, new, id)
+        # the caller may go on changing its own messages
+        turn = replace(new.turn, messages=tuple(json.loads(new.messages)))
+        return LineTurn(number, id, new.digest, turn)
+
+    def _insert_turn(self, parent: int | None, new: NewTurn, id: bytes) -> int:
+        """Returns its number."""
+        turn = new.turn
         row = {
-            "parent": past.last.number if past is not None else None,
-            "digest": digest,
-            "messages": messages,
+            "parent": parent,
+            "digest": new.digest,
+            "messages": new.messages,
             "kept": turn.kept,
             "tokens": _packed(turn.tokens),
             "inside": turn.inside,
@@ -1063,10 +1102,7 @@ class HistoryStore:
             "id": id,
         }
         ((number,),) = self._db.execute(f"INSERT INTO turns {_columns(row)} RETURNING number", row)
-        # the caller may go on changing its own messages
-        return LineTurn(
-            int(number), id, digest, replace(turn, messages=tuple(json.loads(messages)))
-        )
+        return int(number)
 
     def _line(self, head: int | None) -> dict[int, LineTurn]:
         """The turns from the first one to this one, by number."""
@@ -1113,7 +1149,8 @@ class HistoryStore:
 
     def _know(self, line: Line) -> None:
         self._forget_line(line.last.number)
-        if not line.last.turn.tokens:  # an edit: its messages may be long, and do not count
+        last = line.last.turn
+        if last.messages and not last.tokens:  # an edit: its messages may be long, and do not count
             return
         self._lines[line.last.number] = line
         self._cached_size += line.size
@@ -1138,7 +1175,9 @@ class HistoryStore:
             self._db.execute(f"DELETE FROM open_turns WHERE conversation IN ({numbers})")
             self._db.execute(f"DELETE FROM conversations WHERE number IN ({numbers})")
 
-        return self._released(conversations, remove) if conversations else []
+        all_gone = self._released(conversations, remove) if conversations else []
+        self._bury(all_gone)
+        return all_gone
 
     def _released(
         self,
@@ -1179,7 +1218,6 @@ class HistoryStore:
             has_kv = name.kind == "conversation" or (alone and name.kind == "response")
             thread = conversation.thread if has_kv else None
             all_gone.append(Gone(name, thread, log, shared, conversation.salt))
-        self._bury(all_gone)
         self._delete_turns(unused)
         return all_gone
 
@@ -1296,6 +1334,33 @@ class HistoryStore:
         return bool(rows)
 
 
+def planned_edit(seen: StoredConversation, line: Line | None, change: Edit) -> PlannedEdit:
+    """The work of an edit that grows with the dialogue; any thread may do it. `line`: to the head
+    of `seen`. Raises as `HistoryStore.edit`."""
+    if line is not None and ends_with_completion(line.last.turn):
+        reason = f"conversation {seen.id!r} ends with a plain completion"
+        raise RequestError(
+            ErrorKind.CONFLICT, f"{reason}: its messages cannot be edited", "conversation"
+        )
+    messages = tuple(change(line.whole.messages if line is not None else ()))
+    past = _unchanged_turns(line, messages) if line is not None else None
+    before = past.whole if past is not None else Transcript((), array("i"), "", 0)
+    whole = replace(before, messages=messages)
+    turn = _new_turn(past, whole) if len(before.messages) < len(messages) else None
+    return PlannedEdit(seen, past, turn, whole)
+
+
+def _new_turn(past: Line | None, whole: Transcript) -> NewTurn:
+    """The turn with the end of this dialogue, behind the last one of this line."""
+    if past is not None:
+        turn = StoredTurn.behind(past.last.turn, whole, past.whole)
+        digest = keys_behind(past.last.digest, turn.messages)[-1]
+    else:
+        turn = StoredTurn.behind(None, whole)
+        digest = dialogue_keys("", whole.messages)[-1]
+    return NewTurn(turn, digest, json.dumps(turn.messages, ensure_ascii=False))
+
+
 def _release(line: Sequence[int], tree: Mapping[int, TreeTurn]) -> int:
     """A pointer to the line's head goes. Returns to how many turns nothing points then: the first
     of the line."""
@@ -1345,11 +1410,12 @@ def _up_to(line: Line, last: LineTurn) -> Line:
 
 
 def _unchanged_turns(line: Line, messages: tuple[Message, ...]) -> Line | None:
-    """The part of the line whose messages are, in the same form, a beginning of these."""
+    """The part of the line whose messages are, in the same form, a beginning of these. A shorter
+    part ends with a turn that has messages: the others may be plain completions."""
     equal = common_prefix(line.whole.messages, messages)
     count = len(line.whole.messages)
     for turn in reversed(line.turns.values()):
-        if 0 < count <= equal:
+        if count <= equal and (turn.turn.messages or turn is line.last):
             return _up_to(line, turn)
         count -= len(turn.turn.messages)
     return None
@@ -1367,6 +1433,12 @@ def _same_row(one: StoredConversation, other: StoredConversation) -> bool:
     """False if one of them was made after the other's deletion: SQLite uses the numbers of deleted
     rows again."""
     return (one.number, one.created) == (other.number, other.created)
+
+
+def _same_state(one: StoredConversation, other: StoredConversation) -> bool:
+    """True if no turn and no edit came between. `active` tells of edits: SQLite uses the number of
+    a deleted turn again."""
+    return _same_row(one, other) and (one.head, one.active) == (other.head, other.active)
 
 
 def _columns(row: Mapping[str, object]) -> str:

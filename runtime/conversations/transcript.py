@@ -124,12 +124,17 @@ def _read_line(line: Sequence[tuple[Any, ...]]) -> StoredTurn | None:
 def ends_with_completion(turn: StoredTurn) -> bool:
     """True if the log goes on behind the last message: a plain completion adds tokens and no
     message. A repeated chat with an equal reply adds no message either, but at most one token, the
-    end of the sequence."""
+    end of the sequence. Behind an edit, which has no tokens, the first turn is such a chat."""
     if turn.messages:
         return False
-    spoken = next((past for past in turn.lineage() if past.messages), None)
-    if spoken is None:
-        return True
+    spoken = turn
+    while not spoken.messages:
+        if spoken.parent is None:
+            return True
+        first = spoken
+        spoken = spoken.parent
+    if not spoken.tokens:
+        spoken = first
     before = spoken.transcript().tokens
     log = turn.transcript().tokens
     return len(log) > len(before) + 1 and common_prefix(before, log) == len(before)

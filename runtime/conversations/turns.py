@@ -30,7 +30,7 @@ from ..messages import Forget, Fork, Keep
 from ..text.tokenizer import Tokenizer
 from .schema import Gone, Kind, Name, Opening, StoredConversation
 from .sessions import Prompt, PromptWatch, SessionKey, Sessions
-from .store import Edit, HistoryStore, Swept
+from .store import Edit, HistoryStore, Swept, planned_edit
 from .transcript import (
     OTHERS,
     Message,
@@ -417,6 +417,13 @@ class Turns(ABC):
                 raise RequestError(
                     ErrorKind.CONFLICT,
                     f"conversation {name.id!r} holds tokens of another tokenizer",
+                    "conversation",
+                )
+            if past is not None and past.messages and not past.tokens:
+                raise RequestError(
+                    ErrorKind.CONFLICT,
+                    f"conversation {name.id!r} ends with items that no turn has computed yet, "
+                    "which a completion would leave out: continue it with a chat or a response",
                     "conversation",
                 )
             if isinstance(prompt, str):
@@ -851,8 +858,16 @@ class TurnManager(Turns):
         return await self.run(self._store.create, name, self.now(), messages, metadata)
 
     async def edit(self, name: Name, change: Edit) -> StoredConversation:
-        """As `HistoryStore.edit`."""
-        return await self.run(self._store.edit, name, self.now(), change)
+        """As `HistoryStore.edit`, but turns are stored while the edit is computed. If one of them,
+        or another edit, changes this conversation, it is computed again, and turns wait.
+        `change` is called in another thread, once or twice."""
+        conversation, line = await self.run(self._store.begin_edit, name, self.now())
+        planned = await asyncio.to_thread(planned_edit, conversation, line, change)
+        edited = await self.run(self._store.finish_edit, self.now(), planned)
+        if edited is None:
+            edited = await self.run(self._store.edit, name, self.now(), change)
+        self.prompts.forget((name.owner, name.id))
+        return edited
 
     async def fork(self, name: Name, new_id: str) -> StoredConversation:
         """Copies the history at once, and the claims on its KV if the loop has them."""

@@ -137,7 +137,7 @@ class GenerationCall:
             text = "".join(first.texts)
             stored = self.writer.stored(replies)
             if answer is not None and self.turn.in_conversation:
-                answer |= self.writer.item_ids()
+                answer |= self.writer.item_ids(replies)
             await self.turn.commit(first.tokens, text, answer, first.request.salt, stored)
 
     def close(self, replies: Iterable[Reply]) -> None:

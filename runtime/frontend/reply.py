@@ -356,9 +356,9 @@ class CompletionWriter:
         """The stored body with which later calls get the answer; None except for a response."""
         return None
 
-    def item_ids(self) -> dict[str, list[str]]:
-        """After `stored`: the field of the reply's message with the ids that its items have in a
-        response; none if it has no such items."""
+    def item_ids(self, replies: Sequence[Reply]) -> dict[str, list[str]]:
+        """The field of the reply's message with the ids that its items have in a response; none if
+        it has no such items."""
         return {}
 
     def closing(self, replies: Sequence[Reply]) -> str:

@@ -12,31 +12,18 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints
 
 from ...scheduler.types import ErrorKind, RequestError
 from ..conversations.transcript import KEPT_IDS, Message, dialogue_keys
 from ..frontend.body_base import Body
 from ..frontend.chat_messages import MOST_MESSAGES
 from ..text.template_form import THOUGHTS, text_of
-from .response_items import Input, Items, item_id
+from .response_items import Input, item_id
 
-MOST_ITEMS = 20  # in one request, OpenAI's limit
 MOST_PAIRS = 16  # of metadata, OpenAI's limit
 
 Item = dict[str, Any]
-
-
-def _few(items: Any) -> Any:
-    """Raises RequestError (INVALID) before the items are read."""
-    if isinstance(items, list) and len(items) > MOST_ITEMS:
-        raise RequestError(
-            ErrorKind.INVALID, f"at most {MOST_ITEMS} items are added at a time, not {len(items)}"
-        )
-    return items
-
-
-NewItems = Annotated[Input, BeforeValidator(_few, json_schema_input_type=Items)]
 
 
 def _few_pairs(metadata: dict[str, str]) -> dict[str, str]:
@@ -61,24 +48,12 @@ Metadata = Annotated[
 class AddedItems(Body):
     """POST /v1/conversations/{id}/items."""
 
-    items: NewItems = Field(min_length=1)
+    items: Input = Field(min_length=1)
 
 
-def items_of(messages: Sequence[Message]) -> list[Item]:
-    """The items of a dialogue, in order."""
-    return items_behind(messages, 0)
-
-
-def items_behind(messages: Sequence[Message], count: int) -> list[Item]:
-    """The items of the messages behind the first `count`."""
-    return [item for items in _items_by_message(messages)[count:] for item in items]
-
-
-def find_item(messages: Sequence[Message], id: str) -> Item:
-    """The item of this id. Raises RequestError (NOT_FOUND)."""
-    items = _items_by_message(messages)
-    at, place = _place(items, id)
-    return items[at][place]
+def items_of(messages: Sequence[Message], start: int = 0) -> list[Item]:
+    """The items of a dialogue's messages from this one on, in order."""
+    return [item for items in _items_by_message(messages)[start:] for item in items]
 
 
 def with_messages(
@@ -87,7 +62,8 @@ def with_messages(
     """The dialogue with new messages at its end. Raises RequestError (TOO_LARGE) for a dialogue
     that a body of `most_bytes` could not hold."""
     longer = [*messages, *new]
-    if len(longer) > MOST_MESSAGES or len(json.dumps(longer)) > most_bytes:
+    size = len(json.dumps(longer, ensure_ascii=False).encode())
+    if len(longer) > MOST_MESSAGES or size > most_bytes:
         raise RequestError(
             ErrorKind.TOO_LARGE,
             f"the conversation would be longer than {MOST_MESSAGES} messages or {most_bytes} bytes",

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, FastAPI, Request
 from pydantic import Field
-from starlette.convertors import PathConvertor, register_url_convertor
+from starlette.convertors import PathConvertor, StringConvertor, register_url_convertor
 
 from ...scheduler.types import ErrorKind, RequestError
 from ..conversations.schema import Name, StoredConversation
@@ -29,17 +29,13 @@ from .conversation_items import (
     AddedItems,
     Item,
     Metadata,
-    NewItems,
-    find_item,
-    items_behind,
     items_of,
     no_item,
     with_messages,
     without_item,
 )
 from .request_body import read_body
-from .response_items import Input, messages_of
-from .responses import whole_items
+from .response_items import ITEM_IDS, Input, ReferenceItem, messages_of
 
 LONGEST_PAGE = 100
 LONGEST_BODY = 64 * 1024  # bytes: an id of 1,000 characters takes at most 12,000
@@ -57,7 +53,7 @@ class ForkBody(Body):
 class NewConversation(ForkBody):
     """POST /v1/conversations."""
 
-    items: NewItems = Field(default_factory=list)
+    items: Input = Field(default_factory=list)
     metadata: Metadata = Field(default_factory=dict)
 
     @classmethod
@@ -93,7 +89,14 @@ class AnyId(PathConvertor):
     regex = "(?s:.*)"
 
 
+class ItemId(StringConvertor):
+    """An item's id in a path; a path that ends in something else names a conversation."""
+
+    regex = f"(?:{'|'.join(ITEM_IDS.values())})[^/]+"
+
+
 register_url_convertor("any", AnyId())
+register_url_convertor("item", ItemId())
 
 
 class Page:
@@ -189,14 +192,10 @@ def add_conversations(
         body = (
             await read_body(NewConversation, request) if await request.body() else NewConversation()
         )
-        messages = await new_messages(body.items, request)
+        messages = await asyncio.to_thread(new_messages, body.items)
         name = Name(owner_of(request), body.id or new_id())
         metadata = json.dumps(body.metadata) if body.metadata else None
         return described(await histories.create(name, messages, metadata))
-
-    async def new_messages(items: Input, request: Request) -> list[Message]:
-        whole = await whole_items(items, histories, owner_of(request))
-        return [message.for_template() for message in messages_of(whole)]
 
     @router.get("/{id:any}/items")
     async def list_items(id: str, request: Request) -> dict[str, Any]:
@@ -208,7 +207,7 @@ def add_conversations(
     @router.post("/{id:any}/items")
     async def add_items(id: str, request: Request) -> dict[str, Any]:
         body = await read_body(AddedItems, request)
-        messages = await new_messages(body.items, request)
+        messages = await asyncio.to_thread(new_messages, body.items)
         whole: list[Message] = []
 
         def add(before: Sequence[Message]) -> list[Message]:
@@ -216,15 +215,18 @@ def add_conversations(
             return whole
 
         await histories.edit(Name(owner_of(request), id), add)
-        added = await asyncio.to_thread(items_behind, whole, len(whole) - len(messages))
+        added = await asyncio.to_thread(items_of, whole, len(whole) - len(messages))
         return listed(added, False)
 
-    @router.get("/{id:any}/items/{item}")
+    @router.get("/{id:any}/items/{item:item}")
     async def look_at_item(id: str, item: str, request: Request) -> dict[str, Any]:
         _, transcript = await histories.load(Name(owner_of(request), id))
-        return await asyncio.to_thread(find_item, transcript.messages, item)
+        for listed_item in await asyncio.to_thread(items_of, transcript.messages):
+            if listed_item["id"] == item:
+                return listed_item
+        raise no_item(item, "item_id")
 
-    @router.delete("/{id:any}/items/{item}")
+    @router.delete("/{id:any}/items/{item:item}")
     async def delete_item(id: str, item: str, request: Request) -> dict[str, Any]:
         change = partial(without_item, id=item)
         return described(await histories.edit(Name(owner_of(request), id), change))
@@ -268,6 +270,14 @@ def add_conversations(
         return {"id": id, "object": "conversation.deleted", "deleted": True}
 
     app.include_router(router)
+
+
+def new_messages(items: Input) -> list[Message]:
+    """The messages of added items. Raises RequestError (INVALID) for a reference."""
+    if any(isinstance(item, ReferenceItem) for item in items):
+        reason = "an item_reference cannot be added to a conversation: send the whole item"
+        raise RequestError(ErrorKind.INVALID, reason, "items")
+    return [message.for_template() for message in messages_of(items)]
 
 
 async def parsed(kind: Any, request: Request) -> Any:

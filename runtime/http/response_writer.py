@@ -102,8 +102,7 @@ class ResponseWriter(CompletionWriter):
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
         (reply,) = replies
         self._see(reply)
-        if not self._items and not self._about.stream:
-            self._grow("".join(reply.thoughts), "".join(reply.content), reply.calls, ended=True)
+        self._complete(reply)
         done = reply.finish is FinishReason.STOP
         status = "completed" if done else "incomplete"
         counts = usage(replies, self._style.sources)
@@ -120,17 +119,23 @@ class ResponseWriter(CompletionWriter):
         }
 
     def stored(self, replies: Sequence[Reply]) -> str | None:
-        whole = self.whole(replies)
-        return json.dumps(whole) if self._about.store else None
+        return json.dumps(self.whole(replies)) if self._about.store else None
 
-    def item_ids(self) -> dict[str, list[str]]:
+    def item_ids(self, replies: Sequence[Reply]) -> dict[str, list[str]]:
         """A message has one item of thoughts, then one of text, then its calls."""
+        (reply,) = replies
+        self._complete(reply)
         order = ("reasoning", "message")
         apart = [[item.id for item in self._items if item.type == kind] for kind in order]
         calls = [item.id for item in self._items if item.call is not None]
         if any(len(ids) > 1 for ids in apart):
             return {}
         return {KEPT_IDS: [*apart[0], *apart[1], *calls]}
+
+    def _complete(self, reply: Reply) -> None:
+        """A reply that is no stream has its items from now on."""
+        if not self._items and not self._about.stream:
+            self._grow("".join(reply.thoughts), "".join(reply.content), reply.calls, ended=True)
 
     def opening(self, replies: Sequence[Reply]) -> str:
         self._see(replies[0])

@@ -237,12 +237,13 @@ _ITEMS: TypeAdapter[Items] = TypeAdapter(Items)
 
 
 async def with_stored_items(body: ResponseBody, histories: Turns, owner: str) -> ResponseBody:
-    """Returns the body with `whole_items`."""
-    items = await whole_items(body.input, histories, owner)
+    """Returns the body with the items to which references refer. RequestError as
+    `_whole_items`."""
+    items = await _whole_items(body.input, histories, owner)
     return body.model_copy(update={"input": items})
 
 
-async def whole_items(
+async def _whole_items(
     items: Sequence[Item | LeftOut], histories: Turns, owner: str
 ) -> Sequence[Item | LeftOut]:
     """Returns the items, with those to which references refer. Raises RequestError (NOT_FOUND) for
@@ -258,8 +259,9 @@ async def whole_items(
         if id not in stored:
             raise RequestError(
                 ErrorKind.NOT_FOUND,
-                f"Item with id {id!r} not found: no stored response has it. Send the whole item; "
-                "items are stored only with store: true.",
+                f"Item with id {id!r} not found: no stored response has it. A response is stored "
+                "only with store: true, and items that a client has added to a conversation belong "
+                "to none: send the whole item.",
                 "input",
             )
     return [

@@ -6,7 +6,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pensieve.runtime.conversations.schema import Gone, Name
 from pensieve.runtime.conversations.store import Edit
@@ -20,6 +20,7 @@ class ModelTurn:
     parent: int | None
     whole: Transcript
     id: bytes | None
+    kind: Literal["chat", "completion", "edit"]
 
 
 @dataclass(frozen=True)
@@ -129,22 +130,23 @@ class StoreModel:
         source = self.get(name, now)
         new = name._replace(id=new_id)
         self._need_free(new)
-        fork = self._insert(new, now, parent=name.id)
+        fork = self._insert(new, now, parent=name.id, body=source.body)
         copied = replace(
             fork, head=source.head, tokens=source.tokens, salt=source.salt, title=source.title
         )
         self.state.conversations[new] = copied
         return copied
 
-    def change(self, name: Name, now: float, **values: float | None) -> ModelConversation:
+    def change(self, name: Name, now: float, **values: float | str | None) -> ModelConversation:
         changed = replace(self.get(name, now), **values)  # type: ignore[arg-type]
         self.state.conversations[name] = changed
-        for branch in self._branches(name):
+        for branch in self.branches(name):
             self.state.conversations[branch] = replace(
                 self.state.conversations[branch],
                 ttl=changed.ttl,
                 history_ttl=changed.history_ttl,
                 pinned_until=changed.pinned_until,
+                body=changed.body,
             )
         return changed
 
@@ -154,21 +156,22 @@ class StoreModel:
             raise RequestError(ErrorKind.CONFLICT, "in flight")
         line = self.line(conversation.head)
         turns = self.state.turns
-        if line and self._ends_with_completion(line):
+        if line and turns[line[0]].kind == "completion":
             raise RequestError(ErrorKind.CONFLICT, "a completion")
         messages = tuple(change(turns[line[0]].whole.messages if line else ()))
         parent: int | None = None
         before = Transcript((), array("i"), "", 0)
         for turn in reversed(line):
             whole = turns[turn].whole
-            if whole.messages and whole.messages == messages[: len(whole.messages)]:
+            adds = self._message_count(turns[turn].parent) < len(whole.messages)
+            if whole.messages == messages[: len(whole.messages)] and (adds or turn == line[0]):
                 parent = turn
                 before = whole
         head = parent
         if messages != before.messages:
             self._last += 1
             head = self._last
-            turns[head] = ModelTurn(parent, replace(before, messages=messages), None)
+            turns[head] = ModelTurn(parent, replace(before, messages=messages), None, "edit")
         whole = replace(before, messages=messages)
         edited = replace(
             conversation,
@@ -179,7 +182,8 @@ class StoreModel:
         )
         self.state.conversations[name] = edited
         if line and parent != line[0]:
-            self.state.expired.append(self._gone(name, conversation))
+            gone = self._gone(name, conversation)
+            self.state.expired += [gone] if gone.shared < len(gone.tokens) else []
         return edited
 
     def delete(self, name: Name, now: float) -> Gone:
@@ -212,6 +216,7 @@ class StoreModel:
         salt: bytes,
         behind: Name | None,
         opening: ModelOpening | None,
+        kind: Literal["chat", "completion"],
         **about: str | None,
     ) -> str:
         """Returns the kind of the conversation with the turn."""
@@ -229,7 +234,7 @@ class StoreModel:
             self.release(opening.turn)
         if conversation is None:
             conversation = self._insert(name, now, **about)
-        branches = self._branches(name)
+        branches = self.branches(name)
         parent = self._nearest(
             [(before or conversation).head, *(conversations[branch].head for branch in branches)],
             whole,
@@ -242,7 +247,7 @@ class StoreModel:
             conversations[place] = replace(new_branch, history_ttl=conversation.history_ttl)
         self._last += 1
         self.state.turns[self._last] = ModelTurn(
-            parent, whole, opening.turn if opening is not None else None
+            parent, whole, opening.turn if opening is not None else None, kind
         )
         conversations[place] = replace(
             conversations[place],
@@ -254,7 +259,7 @@ class StoreModel:
         )
         for branch in [branch for branch in branches if conversations[branch].head == parent]:
             del conversations[branch]
-        while len(oldest := self._branches(name)) > self._most_branches:
+        while len(oldest := self.branches(name)) > self._most_branches:
             self.state.expired.append(self._remove(oldest[0]))
         return place.kind
 
@@ -269,13 +274,10 @@ class StoreModel:
         self, name: Name, conversation: ModelConversation, opening: ModelOpening
     ) -> bool:
         seen = opening.seen.get(name)
-        same = seen is not None and (seen.number, seen.head) == (
-            conversation.number,
-            conversation.head,
-        )
-        return (conversation.head is None or same) and not self._held_by_another(
-            conversation.number, opening.turn
-        )
+        same = conversation.head is None
+        if seen is not None and seen.number == conversation.number:
+            same = (seen.head, seen.active) == (conversation.head, conversation.active)
+        return same and not self._held_by_another(conversation.number, opening.turn)
 
     def _held_by_another(self, conversation: int, turn: bytes) -> bool:
         return any(
@@ -312,7 +314,7 @@ class StoreModel:
         self.state.conversations[name] = conversation
         return conversation
 
-    def _branches(self, name: Name) -> list[Name]:
+    def branches(self, name: Name) -> list[Name]:
         """The oldest first."""
         branches = [
             other
@@ -337,14 +339,8 @@ class StoreModel:
             for turn in self.line(conversation.head)
         }
 
-    def _ends_with_completion(self, line: Sequence[int]) -> bool:
-        wholes = [self.state.turns[turn].whole for turn in line]
-        last = wholes[0]
-        spoken = [whole for whole in wholes if whole.messages == last.messages][-1]
-        if not last.messages:
-            return True
-        log = spoken.tokens
-        return len(last.tokens) > len(log) + 1 and last.tokens[: len(log)] == log
+    def _message_count(self, turn: int | None) -> int:
+        return len(self.state.turns[turn].whole.messages) if turn is not None else 0
 
     def _kept(self, turn: int) -> int:
         """Tokens that it shares with the turn before it."""
@@ -375,7 +371,7 @@ class StoreModel:
         return best
 
     def _remove(self, name: Name) -> Gone:
-        self.state.expired += [self._remove(branch) for branch in self._branches(name)]
+        self.state.expired += [self._remove(branch) for branch in self.branches(name)]
         gone = self.state.conversations.pop(name)
         self.state.open_turns = [one for one in self.state.open_turns if one[1] != gone.number]
         return self._gone(name, gone)

@@ -362,6 +362,34 @@ def test_long_messages_without_tokens_are_not_kept_in_memory(store: HistoryStore
     assert not store._lines and not store._cached_size
     store.commit(A, LONGER, 3.0)
     assert len(store._lines) == 1
+    store.commit(A, LONGER, 4.0)  # an equal reply has no tokens either
+    assert len(store._lines) == 1
+
+
+def test_a_deletion_uncovers_no_completion(store: HistoryStore) -> None:
+    store.commit(A, FIRST, 1.0)
+    completed = replace(FIRST, tokens=FIRST.tokens + array("i", [1, 2, 3]))
+    store.commit(A, completed, 2.0)
+    store.commit(A, LONGER, 3.0)
+    for now in (4.0, 5.0):
+        store.edit(A, now, lambda messages: messages[:-1])
+    assert stored(store, A) == FIRST
+    store.edit(A, 6.0, lambda messages: [*messages, {"role": "user", "content": "x"}])
+
+
+def test_a_deletion_that_erases_no_kv_is_not_told(store: HistoryStore) -> None:
+    """The loop would end the conversation's claims on its KV, as a pin."""
+    store.commit(A, FIRST, 1.0)
+    store.edit(A, 2.0, lambda messages: [*messages, {"role": "user", "content": "x"}])
+    store.edit(A, 3.0, lambda messages: messages[:-1])  # without tokens
+    store.fork(A, "b", 4.0)
+    store.edit(A, 5.0, lambda _: [])  # another one has them too
+    tombstones = store._db.execute("SELECT number FROM tombstones") if store.shared else []
+    assert not store.take_expired() and not tombstones
+    store.edit(B, 6.0, lambda _: [])
+    (gone,) = store.take_expired()
+    assert (gone.tokens, gone.shared) == (FIRST.tokens, 0)
+    assert not store.shared or len(store._db.execute("SELECT number FROM tombstones")) == 1
 
 
 def test_random_operations_agree_with_plain_dictionaries(store: HistoryStore) -> None:
@@ -737,6 +765,23 @@ def test_the_oldest_branches_are_dropped(
     store.commit(A, transcripts[0], 2.0, opening=new)
     store.commit(A, longer, 2.0, opening=old)
     assert branches(store) == [*transcripts[7:], longer], "in place of the branch that it continues"
+
+
+def test_a_turn_that_edits_have_overtaken_is_a_branch(store: HistoryStore) -> None:
+    """Its dialogue has the deleted messages. SQLite gives a deleted turn's number to the next."""
+    store.commit(A, FIRST, 1.0)
+    store.commit(A, LONGER, 2.0)
+    opening = opened(store, b"1")
+    for now in (3.0, 4.0):
+        store.edit(A, now, lambda messages: messages[:-1])
+    store.edit(A, 5.0, lambda messages: [*messages, {"role": "user", "content": "new"}])
+    whole = transcript(*"012345")
+    assert store.commit(A, whole, 6.0, opening=opening).kind == "branch"
+    assert [message["content"] for message in stored(store, A).messages] == ["0", "1", "new"]
+    opening = opened(store, b"2")
+    store.edit(A, 7.0, lambda _: [])
+    assert store.commit(A, whole, 8.0, opening=opening).kind == "branch"
+    assert store.get(A, 9.0).head is None and branches(store) == [whole]
 
 
 def test_a_turn_with_the_servers_history_is_not_overtaken(store: HistoryStore) -> None:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Callable
-from dataclasses import fields
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, Literal
 
 import pytest
 
@@ -94,27 +94,36 @@ class Driver:
         names = self.names()
         return self.draw.choice(names) if names and self.draw.random() < 0.7 else self.name()
 
-    def whole(self, name: Name) -> Transcript:
+    def whole(self, name: Name) -> tuple[Literal["chat", "completion"], Transcript]:
         """It goes on from the stored history, or from a part of it, or from another one."""
         draw = self.draw
+        past = self.model.state.conversations.get(name)
+        head = past.head if past is not None and name.kind == "conversation" else None
+        if head is not None and not self.model.branches(name) and draw.random() < 0.2:
+            turn = self.model.state.turns[head]
+            if turn.kind != "edit":  # else it is refused before
+                log = turn.whole.tokens + array("i", draw.choices((1, 2), k=draw.randrange(2, 4)))
+                return "completion", replace(turn.whole, tokens=log)
         conversation = self.model.state.conversations.get(
             name if draw.random() < 0.8 else self.any_name()
         )
-        past = (
+        before = (
             self.model.state.turns[conversation.head].whole
             if conversation is not None and conversation.head is not None
             else None
         )
         if draw.random() < 0.25:
-            log = list(past.tokens) if past is not None and not past.messages else []
+            log = list(before.tokens) if before is not None and not before.messages else []
             log = log[: draw.randrange(len(log) + 1)] if draw.random() < 0.3 else log
             log += draw.choices((1, 2), k=draw.randrange(1, 4))
-            return Transcript((), array("i", log), "".join(map(str, log)), len(log))
-        words = [message["content"] for message in past.messages] if past is not None else []
+            whole = Transcript((), array("i", log), "".join(map(str, log)), len(log))
+            return "completion", whole
+        words = [message["content"] for message in before.messages] if before is not None else []
         words = words[: draw.randrange(len(words) + 1)] if draw.random() < 0.25 else words
         words += draw.choices("xyz", k=draw.choice((1, 2, 2, 2, 3)))
         tokens = [token for word in words for token in (ord(word), *draw.choices((1, 2), (9, 1)))]
-        return Transcript(dialogue(*words), array("i", tokens), "".join(words), len(tokens))
+        whole = Transcript(dialogue(*words), array("i", tokens), "".join(words), len(tokens))
+        return "chat", whole
 
     def edited(self, name: Name) -> list[str]:
         """The words of a conversation with one more, or without one of them."""
@@ -186,10 +195,11 @@ class Driver:
             case "fork":
                 self.same("fork", name._replace(kind="conversation"), draw.choice("abcd"), now)
             case "change" if name.kind != "branch":
-                values = {
+                values: dict[str, tuple[float | str | None, ...]] = {
                     "history_ttl": (None, 5.0, 50.0),
                     "ttl": (None, 9.0),
                     "pinned_until": (0.0, 2000.0),
+                    "body": (None, '{"k": "v"}'),
                 }
                 which = draw.choice(list(values)[self.model.history_ttl is None :])
                 self.same("change", name, now, **{which: draw.choice(values[which])})
@@ -227,7 +237,7 @@ class Driver:
                 assert committed == self.model.committed(opening.turn)
             if committed:  # perhaps in a conversation that has expired
                 return
-        whole = self.whole(name)
+        kind, whole = self.whole(name)
         salt = self.draw.randbytes(2)
         result = self.both(
             lambda: self.store.commit(name, whole, now, salt, behind, opening, **about).kind,
@@ -238,6 +248,7 @@ class Driver:
             salt,
             behind,
             as_modelled,
+            kind,
             **about,
         )
         if result is not None:

@@ -7,14 +7,14 @@ import hashlib
 import sqlite3
 import threading
 from array import array
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 
 import pytest
 
 from pensieve.runtime.conversations import turns as turns_module
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.store import HistoryStore
-from pensieve.runtime.conversations.transcript import dialogue_keys
+from pensieve.runtime.conversations.transcript import Message, dialogue_keys
 from pensieve.runtime.conversations.turns import TurnManager
 from pensieve.runtime.messages import Forget
 from pensieve.scheduler.types import Erasure, ErrorKind, InvariantError, RequestError
@@ -301,3 +301,65 @@ def test_background_work_that_ends_by_a_mistake_is_noticed(
     run(work())
     (record,) = caplog.records
     assert record.levelname == "CRITICAL" and "the books disagree" in caplog.text
+
+
+def test_turns_are_stored_while_an_edit_is_computed(told: Told) -> None:
+    """If one of them changes its conversation, the edit is computed again."""
+    name = Name("key", "c")
+    edited = threading.Event()
+    calls = list[int]()
+
+    def slow(messages: Sequence[Message]) -> list[Message]:
+        calls.append(len(messages))
+        assert edited.wait(30), "the histories do nothing else meanwhile"
+        return [*messages, *dialogue("slow")]
+
+    def quick(messages: Sequence[Message]) -> list[Message]:
+        return [*messages, *dialogue("quick")]
+
+    async def work() -> None:
+        turns = manager(told)
+        await turns.create(name, dialogue("hello"))
+        for changed in (False, True):
+            edited.clear()
+            edit = asyncio.create_task(turns.edit(name, slow))
+            while not calls:
+                await asyncio.sleep(0.001)
+            await say(turns, "d", LOG)
+            if changed:
+                await turns.edit(name, quick)
+            edited.set()
+            await edit
+            _, transcript = await turns.load(name)
+            words = [message["content"] for message in transcript.messages]
+            assert words == (["hello", "slow", "quick", "slow"] if changed else ["hello", "slow"])
+            assert calls == ([2, 3] if changed else [1])
+            calls.clear()
+        await turns.close()
+
+    run(work())
+
+
+def test_a_turn_with_the_servers_history_refuses_an_edit_that_is_computed(told: Told) -> None:
+    name = Name("key", "c")
+
+    async def work() -> None:
+        turns = manager(told)
+        await turns.create(name, dialogue("hello"))
+        begun = threading.Event()
+        opened = threading.Event()
+
+        def slow(messages: Sequence[Message]) -> list[Message]:
+            begun.set()
+            assert opened.wait(30)
+            return []
+
+        edit = asyncio.create_task(turns.edit(name, slow))
+        await asyncio.to_thread(begun.wait)
+        await turns.go_on(name)
+        opened.set()
+        with pytest.raises(RequestError, match="in flight"):
+            await edit
+        await turns.close()
+
+    run(work())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from pensieve.runtime.conversations.transcript import Message, without_ids
+from pensieve.runtime.http import conversations
 from pensieve.runtime.http.conversation_items import (
-    find_item,
     items_of,
     with_messages,
     without_item,
@@ -130,7 +131,9 @@ def test_a_conversation_of_chats_has_items_and_one_of_items_goes_on_in_chats(ser
             reply = await server.chat("hello", conversation="tea")
             page = await server.ask("GET", f"{CONVERSATIONS}/tea/items")
             assert [item["content"][0]["text"] for item in page["data"]] == [reply, "hello"]
-            assert (await server.post(f"{CONVERSATIONS}/tea/fork", id="green"))["parent"] == "tea"
+            await server.post(f"{CONVERSATIONS}/tea", metadata={"cup": "1"})
+            fork = await server.post(f"{CONVERSATIONS}/tea/fork", id="green")
+            assert (fork["parent"], fork["metadata"]) == ("tea", {"cup": "1"})
             assert await ids(server, "green") == await ids(server, "tea")
             await server.post(f"{CONVERSATIONS}/green/items", items=[user])
             assert (await ids(server, "green"))[:2] == await ids(server, "tea")
@@ -151,6 +154,11 @@ def test_a_conversation_of_chats_has_items_and_one_of_items_goes_on_in_chats(ser
             ]
             assert all(message.keys() == user.keys() for message in whole["messages"])
             await server.post(f"{CONVERSATIONS}/green/pin")
+            await server.post(CONVERSATIONS, id="many", items=[user] * 21)
+            assert len(await ids(server, "many")) == 21
+            reference = {"type": "item_reference", "id": (await ids(server, "tea"))[0]}
+            refused = await server.post(RESPONSES, 404, input=[reference])
+            assert "added to a conversation" in refused["error"]["message"]
 
     run(work())
 
@@ -171,7 +179,7 @@ def test_behind_a_deleted_item_the_next_turn_computes_all_anew(serve: Any) -> No
             described = await server.ask("DELETE", f"{path}/{before[3]}")
             assert described["tokens"] == len(logs[0])
             assert await ids(server, "c") == [*before[:3], *before[4:]]
-            (gone,) = server.loop.messages(Forget)
+            (gone,) = server.loop.messages(Forget, 1)
             assert (gone.conversation, gone.tokens.tolist()) == ("c", logs[2])
             assert gone.shared == len(logs[0])
             await server.chat("last", conversation="c", history="server")
@@ -207,13 +215,12 @@ def test_forks_branches_and_responses_keep_what_is_deleted_elsewhere(serve: Any)
             for item in reversed(await ids(server, "c")):
                 await server.ask("DELETE", f"{path}/{item}")
             log = server.logs()[0]
-            gone, *_ = server.loop.messages(Forget)
-            assert (gone.conversation, gone.shared) == ("c", len(log))
             await server.chat("more", conversation="fork", history="server")
             assert server.requests[-1].prompt[: len(log)].tolist() == log
             await server.post(RESPONSES, input="more", previous_response_id=answer["id"])
             assert server.requests[-1].prompt[: len(log)].tolist() == log
             assert (await ids(server, "fork"))[1] == answer["output"][0]["id"]
+            assert not server.loop.messages(Forget)
 
     run(work())
 
@@ -269,19 +276,18 @@ def test_items_that_cannot_be_added_or_deleted(serve: Any) -> None:
     image = {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}
 
     async def work() -> None:
-        async with serve(keys=("one", "two"), step_seconds=0.01) as server:
+        async with serve(keys=("one", "two")) as server:
             await server.post(CONVERSATIONS, key="one", id="c", items=[{**user, "status": "x"}])
             await server.post(CONVERSATIONS, 400, "one", ttl_s=5)
             path = f"{CONVERSATIONS}/c/items"
             for status, key, body in (
                 (404, "two", dict(items=[user])),
                 (401, None, dict(items=[user])),
-                (400, "one", dict(items=[user] * 21)),
                 (400, "one", dict(items=[])),
                 (400, "one", dict()),
                 (400, "one", dict(items=[image])),
                 (400, "one", dict(items=[{"type": "unknown"}])),
-                (404, "one", dict(items=[{"type": "item_reference", "id": "msg_1"}])),
+                (400, "one", dict(items=[{"type": "item_reference", "id": "msg_1"}])),
             ):
                 await server.post(path, status, key, **body)
             for query in ("limit=0", "limit=101", "order=up", "what=1"):
@@ -294,11 +300,13 @@ def test_items_that_cannot_be_added_or_deleted(serve: Any) -> None:
             await server.ask("GET", f"{path}/{only['id']}", 404, "two")
             await server.ask("DELETE", f"{path}/{only['id']}", 404, "two")
             body = dict(messages=[user], conversation="c", history="server")
+            server.loop.pause()
             turn = asyncio.create_task(server.post(CHAT, key="one", **body))
             while not (await server.ask("GET", f"{CONVERSATIONS}/c", 200, "one"))["in_flight"]:
                 await asyncio.sleep(0.001)
             await server.post(path, 409, "one", items=[user])
             await server.ask("DELETE", f"{path}/{only['id']}", 409, "one")
+            server.loop.go_on()
             await turn
             await server.post("/v1/completions", key="one", prompt="hello", conversation="d")
             assert (await server.ask("GET", f"{CONVERSATIONS}/d/items", 200, "one"))["data"] == []
@@ -311,15 +319,120 @@ def test_items_that_cannot_be_added_or_deleted(serve: Any) -> None:
 @pytest.mark.usefixtures("histories_at")
 def test_a_turn_with_the_clients_history_that_an_edit_overtakes_is_a_branch(serve: Any) -> None:
     async def work() -> None:
-        async with serve(step_seconds=0.01) as server:
+        async with serve() as server:
             await server.post(CONVERSATIONS, id="c", items=[user])
+            server.loop.pause()
             turn = asyncio.create_task(server.chat("hello", conversation="c"))
             while not (await server.ask("GET", f"{CONVERSATIONS}/c"))["in_flight"]:
                 await asyncio.sleep(0.001)
             await server.post(f"{CONVERSATIONS}/c/items", items=[user])
+            server.loop.go_on()
             await turn
             whole = await server.ask("GET", f"{CONVERSATIONS}/c")
             assert [message["content"] for message in whole["messages"]] == ["hello", "hello"]
+
+    run(work())
+
+
+@pytest.mark.usefixtures("histories_at")
+def test_a_completion_behind_items_without_tokens_is_refused(serve: Any) -> None:
+    completion = dict(prompt=" and then", conversation="c", history="server")
+
+    async def work() -> None:
+        async with serve() as server:
+            await server.post(CONVERSATIONS, id="c", items=[user])
+            for _ in range(2):  # items alone, and items behind a turn
+                refused = await server.post("/v1/completions", 409, **completion)
+                assert "chat or a response" in refused["error"]["message"]
+                await server.chat("more", conversation="c", history="server")
+                log = server.logs()[-1]
+                await server.post("/v1/completions", **completion)
+                assert server.requests[-1].prompt[: len(log)].tolist() == log
+                await server.ask("DELETE", f"{CONVERSATIONS}/c")
+                await server.chat("hello", conversation="c")
+                await server.post(f"{CONVERSATIONS}/c/items", items=[user])
+
+    run(work())
+
+
+@pytest.mark.usefixtures("histories_at")
+def test_an_equal_reply_behind_items_is_no_completion(serve: Any) -> None:
+    same = {"role": "assistant", "content": "same"}
+
+    async def work() -> None:
+        async with serve(answers=lambda _: [*byte_by_byte("same"), DONE]) as server:
+            await server.post(CONVERSATIONS, id="c", items=[user, same])
+            await server.chat("hello", conversation="c")
+            await server.chat("more", conversation="c", history="server")
+            await server.post(f"{CONVERSATIONS}/c/items", items=[user])
+            for completes in (False, True):
+                await server.ask("DELETE", f"{CONVERSATIONS}/c")
+                await server.post(CONVERSATIONS, id="c", items=[user, same])
+                await server.chat("hello", conversation="c")
+                if completes:
+                    body = dict(prompt=" and then", conversation="c", history="server")
+                    await server.post("/v1/completions", **body)
+                status = 409 if completes else 200
+                await server.post(f"{CONVERSATIONS}/c/items", status, items=[user])
+
+    run(work())
+
+
+def test_a_path_behind_items_that_is_no_items_id_names_a_conversation(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            for name in ("a", "a/items", "a/items/b"):
+                await server.post(CONVERSATIONS, id=name)
+            path = f"{CONVERSATIONS}/a/items"
+            assert (await server.ask("GET", f"{path}/b"))["id"] == "a/items/b"
+            assert (await server.post(f"{path}/b", metadata={"k": "v"}))["metadata"] == {"k": "v"}
+            (added,) = (await server.post(path, items=[user]))["data"]
+            assert (await server.ask("GET", path))["data"] == [added]
+            assert (await server.ask("GET", f"{path}/{added['id']}")) == added
+            assert (await server.ask("DELETE", f"{path}/{added['id']}"))["id"] == "a"
+            await server.ask("GET", f"{path}/msg_1", 404)
+            for name in ("a/items/b", "a/items", "a"):
+                await server.ask("DELETE", f"{CONVERSATIONS}/{name}")
+            assert (await server.ask("GET", CONVERSATIONS))["data"] == []
+
+    run(work())
+
+
+def test_calls_are_read_outside_of_the_event_loops_thread(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arguments of one body's calls may be megabytes of JSON."""
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    threads = list[threading.Thread]()
+
+    def watched(items: Any) -> Any:
+        threads.append(threading.current_thread())
+        return messages_of(items)
+
+    monkeypatch.setattr(conversations, "messages_of", watched)
+
+    async def work() -> None:
+        async with serve() as server:
+            await server.post(CONVERSATIONS, id="c", items=[call])
+            await server.post(f"{CONVERSATIONS}/c/items", items=[call])
+            assert len(threads) == 2 and threading.current_thread() not in threads
+
+    run(work())
+
+
+def test_the_prompt_behind_a_deleted_item_is_no_surprise(
+    serve: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            await server.post(CONVERSATIONS, id="c")
+            for text in ("one", "two", "three"):
+                await server.chat(text, conversation="c", history="server")
+            await server.ask("DELETE", f"{CONVERSATIONS}/c/items/{(await ids(server, 'c'))[2]}")
+            await server.chat("four", conversation="c", history="server")
+            assert "the prompt of session" not in caplog.text
+            await server.chat("five", conversation="c")  # only this one: the client's own history
+            assert "the prompt of session 'c' changed" in caplog.text
 
     run(work())
 
@@ -357,7 +470,6 @@ def test_items_say_all_of_a_dialogue_and_each_can_be_deleted() -> None:
         assert len({item["id"] for item in items}) == len(items)
         while items:
             item = draw.choice(items)
-            assert find_item(messages, item["id"]) == item
             messages = without_item(messages, item["id"])
             items.remove(item)
             assert items_of(messages) == items
@@ -374,6 +486,8 @@ def test_items_say_all_of_a_dialogue_and_each_can_be_deleted() -> None:
 def test_a_dialogue_is_as_long_as_a_request_may_be() -> None:
     messages = [user] * 3
     assert without_ids(with_messages(messages, [user], 1000)) == [user] * 4
+    kanji = {**user, "content": "茶" * 250}  # 750 bytes
+    assert with_messages(messages, [kanji], 1000)[-1] == kanji
     for longer in ([user] * 16_384, [{**user, "content": "x" * 1000}]):
         with pytest.raises(RequestError) as error:
             with_messages(messages, longer, 1000)

@@ -533,8 +533,8 @@ def reply_of(thoughts: str, text: str, *calls: ToolCall, finish: FinishReason) -
     )
 
 
-def writer(stream: bool) -> ResponseWriter:
-    return ResponseWriter(Style("fake", False, False), About({}, {}, False, False, True, stream))
+def writer(stream: bool, store: bool = True) -> ResponseWriter:
+    return ResponseWriter(Style("fake", False, False), About({}, {}, False, False, store, stream))
 
 
 def parsed(events: str) -> list[dict[str, Any]]:
@@ -575,6 +575,19 @@ def test_thoughts_are_an_item_of_their_own(text: str, finish: FinishReason) -> N
         "response.reasoning_text.done",
         "response.content_part.done",
     ]
+
+
+def test_a_response_that_is_not_stored_is_not_built_for_the_history(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its items have ids in the history all the same."""
+    reply = reply_of("Let me think.", "It is.", finish=FinishReason.STOP)
+    unstored = writer(stream=False, store=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(ResponseWriter, "whole", None)
+        assert unstored.stored([reply]) is None
+        (ids,) = unstored.item_ids([reply]).values()
+    assert ids == [item["id"] for item in unstored.whole([reply])["output"]]
 
 
 def test_an_empty_reply_is_an_empty_message() -> None:
