@@ -173,8 +173,9 @@ REFUSED = (
 )
 MOVED = (
     "the file of the histories was deleted, moved or replaced under the server, which still reads "
-    "what was stored: move the file back; or stop the server, move the old file's -wal away too, "
-    "and start again. A -wal damages another file beside it"
+    "what was stored: move the file back, and if that does not help, restart: its -wal has the "
+    "last turns. To use another file, stop the server and move the old file's -wal away too: it "
+    "damages another file beside it"
 )
 NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)  # IOERR: a quota, or a limit on a file's size
 RESERVE_BYTES = 16 * 2**20
@@ -202,7 +203,6 @@ class Sqlite:
         self._reserve = None if path == ":memory:" else Path(f"{self.where}-reserve")
         self._warned = False  # that there is no reserve
         self._opened: int | None = None  # descriptor of the file
-        self._size = 0  # of the file, in bytes, when it was last looked at
         try:
             if path != ":memory:":
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -303,15 +303,14 @@ class Sqlite:
             self.fault = refusal
 
     def _is_moved(self) -> bool:
-        """True if another start would not find the file, or a smaller one was copied over it.
-        SQLite goes on with one that was deleted, and loses it at its end."""
+        """True if another start would not find the file. SQLite goes on with one that was deleted,
+        and loses it at its end."""
         if self._opened is None:
             return False
-        opened = os.fstat(self._opened)
         try:
+            opened = os.fstat(self._opened)
             if os.path.samestat(os.stat(self.where), opened):
-                before, self._size = self._size, max(self._size, opened.st_size)
-                return opened.st_size < before  # it never shrinks by itself
+                return False
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError:

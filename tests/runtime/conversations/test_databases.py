@@ -9,6 +9,7 @@ import os
 import shutil
 import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -528,11 +529,35 @@ def test_a_file_whose_directory_is_no_directory_any_more_is_moved(tmp_path: Path
     store.close()
 
 
-def test_a_smaller_file_that_is_copied_over_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO])
+def test_a_disk_that_does_not_tell_of_the_file_is_no_moved_one(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: int) -> os.stat_result:
+        raise OSError(code, os.strerror(code))
+
+    store = HistoryStore(tmp_path / "history.sqlite")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", refuse)
+        store.commit(Name("", "a"), transcript("0", "1"), 1.0)
+        store.close()
+    store = HistoryStore(tmp_path / "history.sqlite")
+    assert stored(store, Name("", "a")) == transcript("0", "1")
+    store.close()
+
+
+def test_a_file_that_shrinks_is_no_moved_one(tmp_path: Path) -> None:
     path = tmp_path / "history.sqlite"
-    store, backup, _ = store_with_backup(path)
+    HistoryStore(path).close()
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA auto_vacuum = FULL")
+        db.execute("VACUUM")
+    store = HistoryStore(path)
+    store.commit(Name("", "a"), transcript("0", "1" * 30_000), 1.0)
     store.recover()  # it moves the log into the file
-    store.admit([Name("", "a")], 2.0)
-    shutil.copyfile(backup, path)
-    refused(ErrorKind.STORAGE_FULL, store.admit, [Name("", "a")], 2.0)
+    size = path.stat().st_size
+    store.delete(Name("", "a"), 2.0)
+    store.recover()
+    assert path.stat().st_size < size
+    store.commit(Name("", "b"), transcript("0", "1"), 3.0)
     store.close()
