@@ -62,7 +62,7 @@ def test_the_readme(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_page_about_the_api(server: Server) -> None:
     page = ROOT / "docs" / "use" / "http-api.md"
-    first, fork, rewind, responses, kept, session = run(
+    first, fork, rewind, responses, kept, items, session = run(
         page, "Conversations: continue", "Tools", server.url
     )
     assert TEA in first and COFFEE in first
@@ -70,5 +70,6 @@ def test_the_page_about_the_api(server: Server) -> None:
     for told in (fork, rewind, responses):
         assert BREAD in told
     assert COFFEE in responses and COFFEE not in rewind
+    assert items == f"{['message'] * 5}\n"
     assert '"choices"' in session
     assert '"pinned_until"' in kept and '"deleted":true' in kept
