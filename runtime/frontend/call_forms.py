@@ -522,9 +522,10 @@ class _Values:
 
 
 _STRING_BEGIN = re.compile(r"[rRuU]?[\"']")
+# no lookahead in the loop: with one, Python 3.11.2 finds nothing
 _STRING = re.compile(
     r"""[rRuU]?(?:
-    \"{3}(?:[^"\\]|\\.|"(?!""))*+\"{3} | '{3}(?:[^'\\]|\\.|'(?!''))*+'{3}
+    \"{3}(?:\"{0,2}(?:[^"\\]|\\.))*+\"{3} | '{3}(?:'{0,2}(?:[^'\\]|\\.))*+'{3}
     | "(?!"")(?:[^"\\]|\\.)*+" | '(?!'')(?:[^'\\]|\\.)*+'
     )""",
     re.DOTALL | re.VERBOSE,

@@ -110,6 +110,7 @@ def test_stacks_that_cannot_be_written_are_no_fault():
 
 EARLIER_THREAD = """
 import select, signal, threading
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])  # which the tests' process may hold
 earlier = threading.Thread(target=threading.Event().wait, daemon=True)
 earlier.start()
 from pensieve.runtime.system import hold_stack_signal, print_stacks_on_signal
