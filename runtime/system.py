@@ -70,7 +70,7 @@ def _print_stacks() -> None:
     while True:
         signal.sigwait([DUMP_STACKS])
         text = stacks().encode(errors="replace")
-        with contextlib.suppress(OSError):  # nobody reads stderr, or its disk is full
+        with contextlib.suppress(OSError):  # stderr has no reader, or its disk is full
             while text:
                 text = text[os.write(STDERR, text) :]
 

@@ -298,7 +298,7 @@ class Sqlite:
             raise refusal from error
 
     def _keep_fault(self, refusal: RequestError) -> None:
-        """A file that is damaged stays so, whatever else fails later."""
+        """The fault of a damaged file stays: no later fault takes its place."""
         if self.fault is None or self.fault.kind != ErrorKind.INTERNAL:
             self.fault = refusal
 

@@ -23,19 +23,28 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from ...scheduler.turns.conversations import common_prefix
 from ...scheduler.types import INSUFFICIENT_QUOTA, ErrorKind, RequestError, SettingError
 from .clock import HistoryClock, boot_time
 from .databases import Database, open_database
+from .lines import (
+    Edit,
+    Line,
+    LineTurn,
+    NewTurn,
+    PlannedEdit,
+    beginning,
+    grown,
+    new_turn,
+    planned_edit,
+    up_to,
+)
 from .schema import REMOVED, Gone, Name, Opening, StoredConversation
 from .transcript import (
     OTHERS,
     Message,
     StoredTurn,
     Transcript,
-    common_messages,
     dialogue_keys,
-    ends_with_completion,
     keys_behind,
     title_of,
 )
@@ -43,8 +52,6 @@ from .transcript import (
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-Edit = Callable[[Sequence[Message]], Sequence[Message]]
-"""Gets the messages of a conversation, which it does not change, and returns the new ones."""
 
 MOST_BRANCHES = 16  # of a conversation: each commit looks at the ends of all of them
 MOST_CACHED = 4_000_000  # `Line.size` of all lines that are kept in memory, about 70 MB
@@ -155,65 +162,6 @@ class Swept(NamedTuple):
 
     conversations: int
     more: bool
-
-
-class LineTurn(NamedTuple):
-    number: int
-    id: bytes | None
-    digest: bytes
-    turn: StoredTurn
-
-    @property
-    def log(self) -> int:
-        """Tokens of its whole log."""
-        return self.turn.kept + len(self.turn.tokens)
-
-
-@dataclass(slots=True)
-class Line:
-    """The turns from the first one to a head, by number. Never empty."""
-
-    turns: dict[int, LineTurn]
-    _whole: Transcript | None = None
-
-    @property
-    def last(self) -> LineTurn:
-        return next(reversed(self.turns.values()))
-
-    @property
-    def size(self) -> int:
-        """Its tokens, and for each turn as many as take the same memory."""
-        return self.last.log + 100 * len(self.turns)
-
-    @property
-    def whole(self) -> Transcript:
-        if self._whole is None:
-            self._whole = self.last.turn.transcript()
-        return self._whole
-
-
-class NewTurn(NamedTuple):
-    """A turn that is stored next. `digest`: of all messages up to its end; `messages`: JSON of its
-    own ones."""
-
-    turn: StoredTurn
-    digest: bytes
-    messages: str
-
-
-class PlannedEdit(NamedTuple):
-    """An edit that is not stored yet.
-
-    seen   the conversation that it changes
-    past   the turns that stay, if any
-    turn   with the messages behind them, if there are any
-    whole  up to the end of both
-    """
-
-    seen: StoredConversation
-    past: Line | None
-    turn: NewTurn | None
-    whole: Transcript
 
 
 class Trace(NamedTuple):
@@ -614,7 +562,7 @@ class HistoryStore:
             self._prune(conversation.head)
             if conversation.kind != "branch" and (before is None or before.kind == "response"):
                 self._forget_line(head)  # it has become longer
-                self._know(_grown(past, turn, whole))
+                self._know(grown(past, turn, whole))
         return after
 
     def _unchanged(self, name: Name, conversation: StoredConversation, opening: Opening) -> bool:
@@ -1009,9 +957,9 @@ class HistoryStore:
         line = self._line_to(head)
         best = None
         longest = (-1, -1)
-        if line is not None and (match := _beginning(line, whole)) is not None:
+        if line is not None and (match := beginning(line, whole)) is not None:
             turn, count = match
-            best = _up_to(line, turn)
+            best = up_to(line, turn)
             longest = (count, turn.log)
         traces = self._traces(others, line.turns if line is not None else {})
         if not traces:
@@ -1031,11 +979,11 @@ class HistoryStore:
             if number not in traces:
                 continue
             line = Line(self._line(other))
-            if (match := _beginning(line, whole)) is not None and (
+            if (match := beginning(line, whole)) is not None and (
                 match[1],
                 match[0].log,
             ) > longest:
-                best = _up_to(line, match[0])
+                best = up_to(line, match[0])
                 longest = (match[1], match[0].log)
         return best
 
@@ -1079,7 +1027,7 @@ class HistoryStore:
 
     def _add_turn(self, past: Line | None, whole: Transcript, id: bytes) -> LineTurn:
         """Adds a turn behind the last one of this line."""
-        new = _new_turn(past, whole)
+        new = new_turn(past, whole)
         parent = past.last.number if past is not None else None
         number = self._insert_turn(parent, new, id)
         # the caller may go on changing its own messages
@@ -1334,33 +1282,6 @@ class HistoryStore:
         return bool(rows)
 
 
-def planned_edit(seen: StoredConversation, line: Line | None, change: Edit) -> PlannedEdit:
-    """The work of an edit that grows with the dialogue; any thread may do it. `line`: to the head
-    of `seen`. Raises as `HistoryStore.edit`."""
-    if line is not None and ends_with_completion(line.last.turn):
-        reason = f"conversation {seen.id!r} ends with a plain completion"
-        raise RequestError(
-            ErrorKind.CONFLICT, f"{reason}: its messages cannot be edited", "conversation"
-        )
-    messages = tuple(change(line.whole.messages if line is not None else ()))
-    past = _unchanged_turns(line, messages) if line is not None else None
-    before = past.whole if past is not None else Transcript((), array("i"), "", 0)
-    whole = replace(before, messages=messages)
-    turn = _new_turn(past, whole) if len(before.messages) < len(messages) else None
-    return PlannedEdit(seen, past, turn, whole)
-
-
-def _new_turn(past: Line | None, whole: Transcript) -> NewTurn:
-    """The turn with the end of this dialogue, behind the last one of this line."""
-    if past is not None:
-        turn = StoredTurn.behind(past.last.turn, whole, past.whole)
-        digest = keys_behind(past.last.digest, turn.messages)[-1]
-    else:
-        turn = StoredTurn.behind(None, whole)
-        digest = dialogue_keys("", whole.messages)[-1]
-    return NewTurn(turn, digest, json.dumps(turn.messages, ensure_ascii=False))
-
-
 def _release(line: Sequence[int], tree: Mapping[int, TreeTurn]) -> int:
     """A pointer to the line's head goes. Returns to how many turns nothing points then: the first
     of the line."""
@@ -1373,52 +1294,6 @@ def _release(line: Sequence[int], tree: Mapping[int, TreeTurn]) -> int:
 
 def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
-
-
-def _beginning(line: Line, whole: Transcript) -> tuple[LineTurn, int] | None:
-    """Returns the latest turn of the line whose messages are a beginning of this dialogue, and how
-    many they are; of a dialogue without messages, the latest one whose log is a beginning of this
-    one. Numbers in messages are equal if their values are: 1 and 1.0."""
-    equal = common_messages(line.whole.messages, whole.messages)
-    count = len(line.whole.messages)
-    common = sys.maxsize if whole.messages else common_prefix(line.whole.tokens, whole.tokens)
-    for turn in reversed(line.turns.values()):
-        if count <= equal and turn.log <= common:
-            return turn, count
-        count -= len(turn.turn.messages)
-        if not whole.messages:
-            common = min(common, turn.turn.kept)
-    return None
-
-
-def _grown(past: Line | None, turn: LineTurn, whole: Transcript) -> Line:
-    """The line to `turn` behind the last one of this line. `whole`: up to the end of `turn`."""
-    before = past.turns if past is not None else {}
-    messages = past.whole.messages if past is not None else ()
-    return Line(
-        before | {turn.number: turn}, replace(whole, messages=messages + turn.turn.messages)
-    )
-
-
-def _up_to(line: Line, last: LineTurn) -> Line:
-    if last is line.last:
-        return line
-    numbers = list(line.turns)
-    return Line(
-        {number: line.turns[number] for number in numbers[: numbers.index(last.number) + 1]}
-    )
-
-
-def _unchanged_turns(line: Line, messages: tuple[Message, ...]) -> Line | None:
-    """The part of the line whose messages are, in the same form, a beginning of these. A shorter
-    part ends with a turn that has messages: the others may be plain completions."""
-    equal = common_prefix(line.whole.messages, messages)
-    count = len(line.whole.messages)
-    for turn in reversed(line.turns.values()):
-        if count <= equal and (turn.turn.messages or turn is line.last):
-            return _up_to(line, turn)
-        count -= len(turn.turn.messages)
-    return None
 
 
 def _in_flight(conversation: StoredConversation) -> RequestError:

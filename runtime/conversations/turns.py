@@ -28,9 +28,10 @@ from ...scheduler.turns.conversations import common_prefix
 from ...scheduler.types import Erasure, ErrorKind, RequestError
 from ..messages import Forget, Fork, Keep
 from ..text.tokenizer import Tokenizer
+from .lines import Edit, planned_edit
 from .schema import Gone, Kind, Name, Opening, StoredConversation
 from .sessions import Prompt, PromptWatch, SessionKey, Sessions
-from .store import Edit, HistoryStore, Swept, planned_edit
+from .store import HistoryStore, Swept
 from .transcript import (
     OTHERS,
     Message,

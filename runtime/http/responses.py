@@ -28,7 +28,6 @@ from ..text.tokenizer import Tokenizer
 from .auth import owner_of
 from .response_items import (
     Input,
-    Item,
     Items,
     LeftOut,
     ReferenceItem,
@@ -237,20 +236,11 @@ _ITEMS: TypeAdapter[Items] = TypeAdapter(Items)
 
 
 async def with_stored_items(body: ResponseBody, histories: Turns, owner: str) -> ResponseBody:
-    """Returns the body with the items to which references refer. RequestError as
-    `_whole_items`."""
-    items = await _whole_items(body.input, histories, owner)
-    return body.model_copy(update={"input": items})
-
-
-async def _whole_items(
-    items: Sequence[Item | LeftOut], histories: Turns, owner: str
-) -> Sequence[Item | LeftOut]:
-    """Returns the items, with those to which references refer. Raises RequestError (NOT_FOUND) for
-    an id that no item of a stored response has."""
-    references = [item.id for item in items if isinstance(item, ReferenceItem)]
+    """Returns the body with the items to which its references refer. Raises RequestError
+    (NOT_FOUND) for an id that no item of a stored response has."""
+    references = [item.id for item in body.input if isinstance(item, ReferenceItem)]
     if not references:
-        return items
+        return body
     stored: dict[str, Any] = {}
     for response in dict.fromkeys(map(response_of, references)):
         if response is not None:
@@ -264,10 +254,11 @@ async def _whole_items(
                 "to none: send the whole item.",
                 "input",
             )
-    return [
+    items = [
         _ITEMS.validate_python([stored[item.id]])[0] if isinstance(item, ReferenceItem) else item
-        for item in items
+        for item in body.input
     ]
+    return body.model_copy(update={"input": items})
 
 
 async def _output(histories: Turns, name: Name) -> dict[str, Any]:

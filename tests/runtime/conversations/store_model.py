@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from pensieve.runtime.conversations.lines import Edit
 from pensieve.runtime.conversations.schema import Gone, Name
-from pensieve.runtime.conversations.store import Edit
 from pensieve.runtime.conversations.transcript import Transcript, title_of
 from pensieve.scheduler.turns.conversations import common_prefix
 from pensieve.scheduler.types import ErrorKind, RequestError

@@ -14,8 +14,9 @@ import pytest
 
 from pensieve.runtime.conversations import store as module
 from pensieve.runtime.conversations.databases import is_url
+from pensieve.runtime.conversations.lines import Line
 from pensieve.runtime.conversations.schema import Name, Opening
-from pensieve.runtime.conversations.store import HistoryStore, Line
+from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.conversations.transcript import Transcript, dialogue_keys
 from pensieve.scheduler.turns.conversations import common_prefix
 from pensieve.scheduler.types import RequestError

@@ -83,8 +83,8 @@ class Bench:
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    """A trial's clock is virtual too: a microsecond passes between two looks. So a trial finds the
-    store fast, whatever the machine does."""
+    """A trial's clock is virtual too: a microsecond passes between two looks. So a busy machine
+    does not make the store slow."""
     clock = SimpleNamespace(perf_counter=count(0.0, 1e-6).__next__)
     bench = Bench()
     with pytest.MonkeyPatch.context() as patch:
