@@ -11,6 +11,8 @@ import pytest
 
 from benchmarks.check import postgres
 
+from .pausing import pause
+
 
 class PrivatePostgres(postgres.PrivatePostgres):
     def __init__(self) -> None:
@@ -19,11 +21,18 @@ class PrivatePostgres(postgres.PrivatePostgres):
         except postgres.NotInstalled as error:
             pytest.skip(str(error))
 
-    def pause(self, number: int = signal.SIGSTOP) -> None:
-        """SIGSTOP: it does not answer any more, with all its connections open; SIGCONT: it goes
-        on."""
+    def pause(self) -> None:
+        """It does not answer any more, with all its connections open."""
+        for process in self._processes():
+            with suppress(ProcessLookupError):
+                pause(process)
+
+    def go_on(self) -> None:
+        for process in self._processes():
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGCONT)
+
+    def _processes(self) -> list[int]:
         (main, *_) = Path(self.data, "postmaster.pid").read_text().split()
         children = Path(f"/proc/{main}/task/{main}/children").read_text().split()
-        for process in (main, *children):
-            with suppress(ProcessLookupError):
-                os.kill(int(process), number)
+        return [int(process) for process in (main, *children)]

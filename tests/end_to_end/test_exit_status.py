@@ -24,6 +24,7 @@ from pensieve.runtime.messages import Ready
 from pensieve.runtime.ranks.launch import DRAIN
 from pensieve.runtime.system import descendants, running
 
+from ..pausing import pause
 from .server import HTTP, Server
 
 
@@ -94,7 +95,7 @@ def test_a_server_whose_http_process_hangs_ends_when_told_to(tmp_path):
         with socket.create_connection((address[0], int(address[1]))) as client:
             client.sendall(sent % (len(text), text))
             client.recv(1000)
-            os.kill(http, signal.SIGSTOP)
+            pause(http)
             time.sleep(3)
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(120) == 0

@@ -20,6 +20,7 @@ import pytest
 from pensieve import LLM, SamplingParams
 
 from ..mooncake import ENVIRONMENT, PrivateMooncake, kill
+from ..pausing import pause
 from ..postgres import PrivatePostgres
 from .server import HTTP, Server
 from .test_server import wait_for
@@ -161,7 +162,7 @@ def test_an_owner_that_is_killed(cluster):
 
 def test_a_master_that_hangs(cluster):
     conversation, _ = cluster.stored()
-    cluster.store.master_process.send_signal(signal.SIGSTOP)
+    pause(cluster.store.master_process.pid)
     print("master hangs:", timed(cluster.go_on, conversation), "s for a turn")
     turns_while(cluster, "master hangs")
     cluster.store.master_process.send_signal(signal.SIGCONT)

@@ -480,7 +480,7 @@ unsupported_method.enabled = true
 use_after_free.enabled = true
 
 [[operations]]  # an id may end in "/fork": PATCH of that path is one of such a conversation
-include-path-regex = "/(fork|pin|unpin)$"
+include-path-regex = "/(fork|pin|unpin|items|items/[^/]+)$"
 checks.unsupported_method.enabled = false
 """
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -154,7 +153,7 @@ def test_a_database_that_hangs_is_given_up_and_found_again(
             database.pause()
             await server.ask("GET", f"{CONVERSATIONS}/a", 503)
             await server.until_healthy(False)
-            database.pause(signal.SIGCONT)
+            database.go_on()
             await server.until_healthy(True)
             assert await messages(server, "a") == ["hello", first]
 

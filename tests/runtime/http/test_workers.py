@@ -31,6 +31,7 @@ from pensieve.runtime.messages import Abort, Forget, Fork, Keep, Look, Submit
 from pensieve.runtime.system import descendants, running
 from pensieve.scheduler.types import ErrorKind, Request, RequestError
 
+from ...pausing import pause
 from ..fake_loop import FakeLoop, eventually
 from ..odd_tokenizer import save_merging
 from ..served import CHAT, odd_ready, spell
@@ -475,7 +476,7 @@ def test_a_worker_that_hangs_is_replaced(directory: Path) -> None:
     server = Workers(directory, 2, serve_with_short_beats)
     with clients_of(server, 2) as (hanging, other):
         by_number = dict(zip(sorted({hanging.worker, other.worker}), server.workers, strict=True))
-        os.kill(by_number[hanging.worker], signal.SIGSTOP)
+        pause(by_number[hanging.worker])
         with pytest.raises(ConnectionError):
             hanging.post(COMPLETIONS, prompt="Hi")
         other.post(COMPLETIONS, prompt="Hi")

@@ -22,6 +22,7 @@ from pensieve.runtime.shared.mooncake import MooncakeEngine
 from pensieve.scheduler.types import SettingError
 
 from ...mooncake import ENVIRONMENT, PrivateMooncake, kill
+from ...pausing import pause
 from .engine_tests import DONE, MISSING, PAGE, PAYLOAD, EngineTests, key, record, same
 from .store_tests import StoreTests
 
@@ -121,7 +122,7 @@ def test_a_server_starts_before_the_master(store: PrivateMooncake) -> None:
 
 @pytest.mark.slow
 def test_a_server_starts_while_the_master_hangs(store: PrivateMooncake) -> None:
-    store.master_process.send_signal(signal.SIGSTOP)
+    pause(store.master_process.pid)
     engine = MooncakeEngine(MooncakeOptions(store.master))
     try:
         assert engine.exists([key(1)]) is None
@@ -147,7 +148,7 @@ def test_a_master_that_hangs_fails_calls_soon(
     engine: MooncakeEngine, store: PrivateMooncake
 ) -> None:
     engine.put([key(1)], [record(engine, 1)])
-    store.master_process.send_signal(signal.SIGSTOP)
+    pause(store.master_process.pid)
     begun = time.monotonic()
     assert engine.exists([key(1)]) is None
     assert engine.get([key(1)], [record(engine, 0)]) == [FAILED]
@@ -197,8 +198,7 @@ def test_a_read_that_failed_writes_nothing_later(
     engine: MooncakeEngine, store: PrivateMooncake
 ) -> None:
     engine.put([key(1)], [record(engine, 1)])
-    store.owner_process.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, store.owner_process.pid, os.WSTOPPED | os.WNOWAIT)
+    pause(store.owner_process.pid)
     read = record(engine, 0)
     begun = time.monotonic()
     assert engine.get([key(1)], [read]) == [FAILED]

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import importlib
 import json
-import os
 import signal
 import sys
 import time
@@ -27,6 +26,7 @@ from pensieve.runtime.text.tokenizer import Tokenizer
 from pensieve.runtime.triton.ensemble import EnsembleTensors
 from pensieve.runtime.triton.llmapi import LlmapiTensors
 
+from ...pausing import pause
 from ..conversations.test_store import transcript
 from ..fake_loop import FakeLoop, eventually, ready, save_tokenizer, say
 
@@ -97,8 +97,7 @@ def test_a_model_that_is_being_unloaded_does_not_ask_for_it(triton, model):
 
 
 def test_an_engine_that_does_not_end_is_killed(triton, model):
-    model._process.send_signal(signal.SIGSTOP)
-    os.waitpid(model._process.pid, os.WUNTRACED)  # a stopped process does not handle SIGTERM
+    pause(model._process.pid)  # a stopped process does not handle SIGTERM
     model._settings = replace(model._settings, end_seconds=0.2)
     model.finalize()
     assert model._process.returncode == -signal.SIGKILL
