@@ -24,7 +24,6 @@ SERVE = (sys.executable, "-m", "pensieve.scripts.pensieve", "serve")
 READY = "/ready"  # of Pensieve
 STOP_SECONDS = 60.0
 KILL_SECONDS = 10.0
-PIECE = 4 * GIB
 
 
 class MetricsServer(chat.Server):
@@ -87,19 +86,16 @@ def tell_end(log: Path, error: Exception) -> None:
 
 def use_memory(size: int) -> None:
     """Touches memory until `size` bytes are free: some virtual machines get memory only when they
-    use it."""
+    use it, and little at a time."""
     held: list[np.ndarray] = []
-    patience = 10
-    while (free := host_memory().free) + len(held) * PIECE < size and patience:
-        if free > 2 * PIECE:
-            held.append(np.ones(PIECE, np.uint8))
+    patience = 90
+    while (free := host_memory().free) + len(held) * GIB < size and patience:
+        if free > 2 * GIB:
+            held.append(np.ones(GIB, np.uint8))
         else:
             patience -= 1
             time.sleep(1.0)
-    print(
-        f"{(free + len(held) * PIECE) / GIB:.0f} GiB of host memory for {size / GIB:.0f}",
-        flush=True,
-    )
+    print(f"{free / GIB + len(held):.0f} GiB of host memory for {size / GIB:.0f}", flush=True)
 
 
 @contextmanager

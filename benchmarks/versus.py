@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pensieve.builder.checkpoints.hugging_face import read_json
+from pensieve.runtime.device.memory import GIB
 from pensieve.runtime.launch.options import parse_bytes
 from pensieve.runtime.launch.options import parser as serve_parser
 from pensieve.runtime.launch.settings import default_state_dir
@@ -59,11 +60,12 @@ from .compared import (
 )
 from .goodput import ENOUGH_SESSIONS, Promise
 from .report import read_runs, write_report
-from .servers import PIECE, run, serving, tell_end, use_memory
+from .servers import run, serving, tell_end, use_memory
 from .workloads import WORKLOADS
 
 SHAPES = Path(__file__).parent / "shapes"
 START_SECONDS = 600.0  # longest start of a server
+SPARE_HOST_BYTES = 4 * GIB  # beside a server's KV
 CLIENT_SECONDS = 15.0  # of the client beside its windows
 SEEDS = (0, 1, 2)
 ALL_MEMORY = "all"
@@ -318,7 +320,7 @@ class Versus:
             machine = pool.apply(measure_machine, (args.device,))
         print(f"{args.workload}:", json.dumps(machine), flush=True)
         if args.device == "cuda":
-            use_memory(self._model.host_bytes * self._model.ranks + PIECE)
+            use_memory(self._model.host_bytes * self._model.ranks + SPARE_HOST_BYTES)
         about = {
             "run": secrets.token_hex(4),
             "workload": args.workload,
