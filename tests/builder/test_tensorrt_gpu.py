@@ -43,7 +43,7 @@ CHECKERS = {
     "alone": [],
     **{
         tool: ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-        for tool in ("memcheck", "racecheck", "synccheck")
+        for tool in ("memcheck", "racecheck", "synccheck", "initcheck")
     },
 }
 

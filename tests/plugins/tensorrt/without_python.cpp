@@ -42,9 +42,12 @@ struct Memory {
   size_t size;
 };
 
+// Filled with NaN (bytes of ones): what is read before it is written spoils the results.
 static Memory allocated(size_t size) {
   CUdeviceptr address = 0;
-  require(cuMemAlloc(&address, size ? size : 1) == CUDA_SUCCESS, "cuMemAlloc");
+  size_t const least = size ? size : 1;
+  require(cuMemAlloc(&address, least) == CUDA_SUCCESS, "cuMemAlloc");
+  require(cuMemsetD8(address, 0xff, least) == CUDA_SUCCESS, "cuMemsetD8");
   return {reinterpret_cast<void*>(address), size};
 }
 
