@@ -51,7 +51,6 @@ from .compared import (
     ComparedServer,
     Installation,
     SharedModel,
-    is_hybrid,
     pensieve_command,
     sglang_command,
     sglang_variables,
@@ -348,13 +347,8 @@ class Versus:
             (self._work / "config.json").write_text(text)
         for engine in self._engines():
             run(*self._build(engine))
-            if self._is_profiled and not (engine.directory / "profile.json").exists():
+            if self._model.device == "cuda" and not (engine.directory / "profile.json").exists():
                 run(*self._profile(engine))
-
-    @property
-    def _is_profiled(self) -> bool:
-        """`pensieve profile` refuses states."""
-        return self._model.device == "cuda" and not is_hybrid(self._model.config)
 
     def _build(self, engine: EngineKind) -> list[str]:
         model = self._model
@@ -395,7 +389,7 @@ class Versus:
         """Prints what a run would call, and how long its windows take at most."""
         for engine in self._engines():
             print(shlex.join(["python", "-m", *self._build(engine)]))
-            if self._is_profiled:
+            if self._model.device == "cuda":
                 print(shlex.join(["python", "-m", *self._profile(engine)]))
         windows = 0
         for server in self._servers:

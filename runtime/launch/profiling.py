@@ -22,6 +22,7 @@ from ..ranks.launch import run_ranks, under_mpi
 from .assemble import make_device
 from .options import parse_bytes
 from .ranks import open_rank, run_rank
+from .sizing import state_config
 
 if TYPE_CHECKING:
     from ..ranks.mpi import Ranks
@@ -44,7 +45,13 @@ def run(args: argparse.Namespace, words: Sequence[str], work: Work) -> int:
     device = make_device(args.device)
     with (
         closing(device),
-        StepBench(device, engine, bench_config(args, engine, device), args.seconds) as bench,
+        StepBench(
+            device,
+            engine,
+            bench_config(args, engine, device),
+            args.seconds,
+            states=engine.state_shape,
+        ) as bench,
     ):
         work(bench, engine, 0)
     return 0
@@ -58,7 +65,9 @@ def _on_rank(args: argparse.Namespace, work: Work, ranks: Ranks) -> int:
     chunks, longest = ranks.smallest(config.gpu_kv_chunks, config.max_model_len)
     config = replace(config, gpu_kv_chunks=chunks, max_model_len=longest)
     with ranks.together(
-        lambda: StepBench(device, engine, config, args.seconds, ranks.slowest)
+        lambda: StepBench(
+            device, engine, config, args.seconds, ranks.slowest, states=engine.state_shape
+        )
     ) as bench:
         work(bench, engine, ranks.rank)
     return 0
@@ -67,11 +76,6 @@ def _on_rank(args: argparse.Namespace, work: Work, ranks: Ranks) -> int:
 def bench_config(args: argparse.Namespace, engine: Engine, device: Device) -> SchedulerConfig:
     """Returns pools as large as the batches can use, and contexts as long as the GPU's pool holds.
     SettingError if nothing fits."""
-    if engine.state_shape is not None:
-        raise SettingError(
-            "--engine",
-            f"linear attention ({engine.manifest.architecture}) cannot be profiled yet",
-        )
     size = args.chunk_tokens
     longest = args.max_model_len or engine.manifest.max_model_len
     if longest > engine.manifest.max_model_len:
@@ -79,20 +83,27 @@ def bench_config(args: argparse.Namespace, engine: Engine, device: Device) -> Sc
             "--max-model-len", f"{longest} is more than the model's {engine.manifest.max_model_len}"
         )
     record = engine.chunk_bytes(size)
-    rows = max(args.max_num_seqs, args.max_num_batched_tokens // size)
+    rows, batch, states = args.max_num_seqs, args.max_num_batched_tokens, None
+    free = device.memory(Tier.GPU).free
+    if engine.state_shape is None:
+        rows = max(rows, batch // size)
+    else:
+        states = state_config(size, rows, engine.state_shape, record, device)
+        free -= states.slots * states.chunks * record
     if args.gpu_kv_bytes is not None:
         gpu_chunks = parse_bytes(args.gpu_kv_bytes, "--gpu-kv-bytes") // record
     else:
-        gpu_chunks = min(
-            device.memory(Tier.GPU).free // 2 // record, (rows + 1) * (-(-longest // size) + 1)
-        )
+        gpu_chunks = min(free // 2 // record, (rows + 1) * (-(-longest // size) + 1))
     settings = dict(
         gpu_kv_chunks=gpu_chunks,
         host_kv_chunks=2 * -(-COPIED_BYTES // record),
         max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
         chunk_tokens=size,
+        states=states,
     )
     reserved = SchedulerConfig(max_model_len=1, **settings).reserved_chunks
     fits = (gpu_chunks - max(reserved, rows)) * size
-    return SchedulerConfig(max_model_len=max(1, min(longest, fits)), **settings)
+    longest = max(1, min(longest, fits))
+    if states is not None:
+        batch = min(batch, longest)  # it is one row
+    return SchedulerConfig(max_model_len=longest, max_num_batched_tokens=batch, **settings)

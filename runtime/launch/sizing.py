@@ -62,7 +62,9 @@ def scheduler_config(
     states = None
     if engine.state_shape is not None:
         refuse_for_states(settings, engine.manifest)
-        states = state_config(settings, engine.state_shape, record, device)
+        states = state_config(
+            settings.chunk_tokens, settings.max_num_seqs, engine.state_shape, record, device
+        )
     for_states = 0 if states is None else states.slots * states.chunks * record
     if (
         settings.device == "cuda"
@@ -71,7 +73,7 @@ def scheduler_config(
     ):
         free = free_gpu_bytes(settings, engine, device)
         if for_states and free - for_states < record:
-            raise states_do_not_fit(settings, for_states, free)
+            raise states_do_not_fit(settings.max_num_seqs, for_states, free)
         gpu_chunks = (free - for_states) // record
     else:
         gpu_chunks = kv_chunks(settings, Tier.GPU, DEFAULT_GPU_KV, record)
@@ -158,27 +160,27 @@ def refuse_for_states(settings: ServeSettings, manifest: Manifest) -> None:
 
 
 def state_config(
-    settings: ServeSettings, shape: StateShape, record: int, device: Device
+    chunk_tokens: int, seats: int, shape: StateShape, record: int, device: Device
 ) -> StateConfig:
     """The slots of states, in whole chunks of `record` bytes. SettingError if they do not fit."""
     if record % ALIGNMENT:
         raise SettingError(
             "--chunk-tokens",
-            f"a chunk of {settings.chunk_tokens} tokens has {record} bytes; with linear attention "
+            f"a chunk of {chunk_tokens} tokens has {record} bytes; with linear attention "
             f"it must have a multiple of {ALIGNMENT}",
         )
-    states = StateConfig.of_size(shape.nbytes, record, settings.chunk_tokens, settings.max_num_seqs)
+    states = StateConfig.of_size(shape.nbytes, record, chunk_tokens, seats)
     size = states.slots * states.chunks * record
     free = device.memory(Tier.GPU).free
     if size > free:
-        raise states_do_not_fit(settings, size, free)
+        raise states_do_not_fit(seats, size, free)
     return states
 
 
-def states_do_not_fit(settings: ServeSettings, size: int, free: int) -> SettingError:
+def states_do_not_fit(seats: int, size: int, free: int) -> SettingError:
     return SettingError(
         "--max-num-seqs",
-        f"the states of {settings.max_num_seqs} requests take "
+        f"the states of {seats} requests take "
         f"{size / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free for them and KV",
     )
 

@@ -4,6 +4,9 @@ for the scheduler.
 It measures a full batch of chunks by context, a step by its tokens, generation by rows and context,
 and copies by piece and direction (`StepBench`). The scheduler uses it as a `CostProfile`.
 
+**With linear attention** a full batch is one row, because every row reads and writes a state; 64
+rows of one chunk would take mostly that. Its attention counts at the middle of the batch.
+
 **Attention and the rest.** A full batch at context l takes rest + attention(l). Attention cannot be
 removed from an engine. So the rest is extrapolated to context 0 by the line through the shortest
 and the longest context: with points so far apart, noise of a percent changes it by less than a
@@ -196,14 +199,26 @@ def _measure(bench: StepBench, layers: int, record: int, say: Callable[[str], No
     )
     say(f"steps of 1 to {steps[-1]} tokens")
     fresh = tuple((tokens, bench.fresh(tokens)) for tokens in steps)
-    chunks = config.max_num_batched_tokens // size
-    say(f"{chunks} chunks at contexts of {contexts[0]} to {contexts[-1]} tokens")
-    full = tuple((context, bench.chunks_at(context, chunks)) for context in contexts)
+    full = _full_batches(bench, say)
     say(f"generation, 1 to {rows[-1]} rows at these contexts")
     generation = tuple(
         (count, context, bench.generation(context, count)) for count in rows for context in contexts
     )
     return Measured(fresh, full, generation, copies)
+
+
+def _full_batches(bench: StepBench, say: Callable[[str], None]) -> Points:
+    size = bench.config.chunk_tokens
+    chunks = bench.config.max_num_batched_tokens // size
+    batch = chunks * size
+    one_row = bench.config.states is not None
+    contexts = _doubled(batch if one_row else size, bench.config.max_model_len)
+    say(f"{chunks} chunks at contexts of {contexts[0]} to {contexts[-1]} tokens")
+    if one_row:
+        return tuple(
+            (context - batch // 2, bench.prompt_at(context, batch)) for context in contexts
+        )
+    return tuple((context, bench.chunks_at(context, chunks)) for context in contexts)
 
 
 def cost_profile(measured: Measured, config: SchedulerConfig, chunk_bytes: int) -> CostProfile:

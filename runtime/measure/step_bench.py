@@ -9,6 +9,9 @@ their contexts:
 
 So every row writes to its own slot, and slots that rows share are only read. Rows that share a slot
 are far apart, so no cache delivers their KV faster than the pool's memory.
+
+With linear attention each row reads and writes one state, in the state slot of its seat. A step
+says that the state has just been brought there, so it can be repeated.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -24,8 +27,18 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from ...builder.forward_batch import NO_STATE
+from ...plugins.state.pool import StateShape
 from ...scheduler.config import SchedulerConfig
-from ...scheduler.plan import NO_TICKETS, BlockUpdate, Join, Lane, Span, StepPlan
+from ...scheduler.plan import (
+    NO_TICKETS,
+    BlockUpdate,
+    Join,
+    Lane,
+    Span,
+    StateSwapIn,
+    StepPlan,
+)
 from ...scheduler.types import GREEDY, RequestId, RowId, SettingError
 from ..device.protocol import Device, ForwardPass
 from ..executor import Executor
@@ -74,12 +87,16 @@ class StepBench:
         config: SchedulerConfig,
         seconds: float,
         slowest: Callable[[float], float] = float,
+        states: StateShape | None = None,
     ):
-        """slowest: returns the largest value of all ranks, which call it together.
+        """slowest: returns the largest value of all ranks, which call it together. states: of a
+        model with linear attention, as `config.states` says.
 
         SettingError if the pools are too small for one context besides the chunks that are written.
         """
-        self.seats = max(config.max_num_seqs, config.max_num_batched_tokens // config.chunk_tokens)
+        self.seats = config.max_num_seqs
+        if config.states is None:
+            self.seats = max(self.seats, config.max_num_batched_tokens // config.chunk_tokens)
         if config.max_num_batched_tokens < config.chunk_tokens:
             raise SettingError(
                 "--max-num-batched-tokens", f"must hold a chunk of {config.chunk_tokens} tokens"
@@ -97,7 +114,9 @@ class StepBench:
         self._slowest = slowest
         self._dice = Random(0)
         self._step = 0
-        self._executor = Executor(device, engine, replace(config, max_num_seqs=self.seats))
+        self._executor = Executor(
+            device, engine, replace(config, max_num_seqs=self.seats), states=states
+        )
         self._fill_pool()
 
     def __enter__(self) -> Self:
@@ -130,10 +149,17 @@ class StepBench:
             self._spans([Span(seat, start, context, start, False) for seat in range(count)])
         )
 
+    def prompt_at(self, context: int, tokens: int) -> float:
+        """Seconds of a step that computes the last `tokens` tokens of one context, without a
+        sample."""
+        self._seat([context])
+        start = context - tokens
+        return self._step_seconds(self._spans([Span(0, start, context, start, False)]))
+
     def fresh(self, tokens: int) -> float:
         """Seconds of a step of `tokens` tokens at the shortest context: whole chunks and a rest,
-        each sampled."""
-        size = self.config.chunk_tokens
+        each sampled; with states one row, because each row would pay for a state."""
+        size = self.config.chunk_tokens if self.config.states is None else tokens
         lengths = [size] * (tokens // size) + [tokens % size] * (tokens % size > 0)
         self._seat(lengths)
         return self._step_seconds(
@@ -198,15 +224,30 @@ class StepBench:
         tokens = sum(span.end - span.start for span in spans)
         ids = array("i", (self._dice.randrange(self._vocab_size) for _ in range(tokens)))
         samples = tuple(_row(span.seat) for span in spans if span.samples)
-        return replace(EMPTY, spans=tuple(spans), token_ids=ids, samples=samples)
+        plan = replace(EMPTY, spans=tuple(spans), token_ids=ids, samples=samples)
+        return self._with_states(plan, {span.seat: span.start for span in spans})
 
     def _generate(self, positions: Sequence[int]) -> StepPlan:
         seats = range(len(positions))
-        return replace(
+        plan = replace(
             EMPTY,
             generate=array("i", seats),
             positions=array("i", positions),
             samples=tuple(_row(seat) for seat in seats),
+        )
+        return self._with_states(plan, dict(enumerate(positions)))
+
+    def _with_states(self, plan: StepPlan, starts: Mapping[int, int]) -> StepPlan:
+        """The plan with the state of each seat, which goes on from the position in `starts`."""
+        if self.config.states is None:
+            return plan
+        return replace(
+            plan,
+            state_in=tuple(seat if start else NO_STATE for seat, start in starts.items()),
+            state_out=tuple(starts),
+            state_swap_ins=tuple(
+                StateSwapIn(seat, seat, start) for seat, start in starts.items() if start
+            ),
         )
 
     def _launch(self, plan: StepPlan) -> None:

@@ -206,7 +206,7 @@ def test_a_hybrid_is_given_as_the_opponents_know_it(hybrid, tmp_path, monkeypatc
     called = []
     monkeypatch.setattr(versus, "run", lambda name, *words, **how: called.append(name))
     bench._make_model()
-    assert called == ["pensieve.scripts.build_engine"], "states cannot be profiled"
+    assert called == ["pensieve.scripts.build_engine", "pensieve.scripts.profile_engine"]
     config = AutoConfig.from_pretrained(tmp_path / "work" / "chats-hybrid")
     assert type(config).__name__ == "Qwen3_5Config"
     assert config.architectures == ["Qwen3_5ForConditionalGeneration"]

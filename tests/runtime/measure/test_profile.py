@@ -36,6 +36,7 @@ from pensieve.scheduler.cost_estimate import analytic_profile
 from pensieve.scheduler.sim.simulator import Session, SessionTurn, simulate
 from pensieve.scheduler.types import SettingError
 from pensieve.scripts.profile_engine import main
+from tests.models import QWEN3_5_SHAPE
 from tests.runtime.fake_engine import FakeEngine
 
 CHUNK = 16
@@ -134,6 +135,26 @@ def test_the_simulator_runs_with_measured_costs(profile):
     turns = (SessionTurn(0, 40, 8), SessionTurn(48, 20, 8, think_s=0.5))
     report = simulate(CONFIG, profile.cost, [Session(f"c{i}", 0.1 * i, turns) for i in range(8)])
     assert report.requests == 16 and 0 < report.ttft_p50 < report.seconds
+
+
+@pytest.mark.parametrize("longest", [256, 64])
+def test_a_hybrid_is_measured_with_its_states(tmp_path, longest, capsys):
+    """A full batch is one row, and each row has a state. A model's contexts may be shorter."""
+    kinds = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_5_SHAPE | kinds))
+    build_random_engine(tmp_path / "config.json", tmp_path / "engine")
+    words = ["--max-num-seqs", "3", "--max-num-batched-tokens", "128", "--max-model-len", longest]
+    words += ["--engine", tmp_path / "engine", "--chunk-tokens", CHUNK, "--seconds", "0.01"]
+    assert main([*map(str, words)]) == 0, capsys.readouterr()
+    profile = Profile.read(tmp_path / "engine" / PROFILE)
+    batch = min(128, longest)
+    assert profile.max_num_batched_tokens == batch
+    contexts = [context for context, _ in profile.measured.full_batches]
+    assert contexts == ([64, 192] if longest == 256 else [32])
+    assert profile.measured.steps[-1][0] == batch
+    assert profile.measured.generation[-1][:2] == (3, longest)
+    engine = open_engine(tmp_path / "engine")
+    assert load_profile(tmp_path / "engine", engine, CHUNK) == profile.cost
 
 
 # Batches: each slot is written by one row only, and no other row reads it.
