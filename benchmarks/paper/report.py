@@ -39,6 +39,10 @@ class FigureValue(NamedTuple):
     how: str
     seeds: tuple[float, ...] = ()
 
+    @property
+    def measured(self) -> bool:
+        return self.how not in ("simulated", "computed")
+
 
 ValuesByFigure = Mapping[str, Mapping[str, FigureValue]]
 """By figure and claim."""
@@ -190,8 +194,8 @@ def gathered(
 
 
 def table(figures: Sequence[Figure], values: ValuesByFigure) -> str:
-    """Markdown: a row a figure, with the paper's values and ours, then our values without a
-    claim."""
+    """Markdown: a row a figure, with the paper's values and ours, then our measured values without
+    a claim."""
     lines = ["| figure | subject | claim: the paper, ours | verdict |", "|---|---|---|---|"]
     for figure in figures:
         ours = values.get(figure.number, {})
@@ -200,7 +204,11 @@ def table(figures: Sequence[Figure], values: ValuesByFigure) -> str:
             for name, claim in figure.claims.items()
         ]
         cells += _unclaimed(
-            {name: value for name, value in ours.items() if name not in figure.claims}
+            {
+                name: value
+                for name, value in ours.items()
+                if name not in figure.claims and value.measured
+            }
         )
         source = f"{figure.subject} ({figure.source})"
         lines.append(
@@ -235,11 +243,7 @@ def _shown(value: FigureValue | None) -> str:
             f"{value.number:.3g} ({len(value.seeds)} seeds: {min(value.seeds):.3g} to "
             f"{max(value.seeds):.3g})"
         )
-    return (
-        f"{value.number:.3g}"
-        if value.how in ("simulated", "computed")
-        else f"**{value.number:.3g}**"
-    )
+    return f"**{value.number:.3g}**" if value.measured else f"{value.number:.3g}"
 
 
 def write_page(page: Path, text: str) -> None:

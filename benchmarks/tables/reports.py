@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,15 @@ def curves_table(page: Path) -> str:
         "TTFT p50, p99, s",
         "% of prompt tokens found on GPU, host; recomputed",
     )
-    return markdown(columns, rows)
+    return markdown(columns, without_repeats(rows))
+
+
+def without_repeats(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Leaves a row's first cell empty where it is that of the row above."""
+    above = [None, *(row[0] for row in rows[:-1])]
+    return [
+        ["" if row[0] == cell else row[0], *row[1:]] for row, cell in zip(rows, above, strict=True)
+    ]
 
 
 def reused(result: Mapping[str, Any]) -> str:
@@ -107,25 +115,7 @@ def routing_table(page: Path) -> str:
             routing = "any" if one else record["routing"]
             rows.append(routing_row(record, f"{record['replicas']:,}", routing))
     columns = ("load, for each replica", "replicas", "routing", "requests", *ROUTING_COLUMNS)
-    return markdown(columns, rows)
-
-
-def partial_routing_table(page: Path) -> str:
-    """Clusters of 1,000 replicas, of which a part was simulated."""
-    records = [record for record in lines("routing-*.jsonl") if record["replicas"] == 1000]
-    records.sort(key=lambda record: (record["load"], ROUTINGS.index(record["routing"])))
-    rows = [
-        routing_row(record, f"{record['replicas']:,}, {record['simulated']}", record["routing"])
-        for record in records
-    ]
-    columns = (
-        "load, for each replica",
-        "replicas, simulated",
-        "routing",
-        "requests at the simulated replicas",
-        *ROUTING_COLUMNS,
-    )
-    return markdown(columns, rows)
+    return markdown(columns, without_repeats(rows))
 
 
 def routing_row(record: Mapping[str, Any], replicas: str, routing: str) -> list[str]:
@@ -145,11 +135,12 @@ MODELS = {"opt-13b": "OPT-13B, 16k", "llama-3-8b": "Llama-3-8B, 128k"}
 
 def retention_table(page: Path) -> str:
     """With the paper's mark and reserve, simulated: means of the seeds, ranges of ms/token."""
+    policies = ("retention", "lru")
     groups: dict[tuple[str, float, str], list[dict[str, Any]]] = {}
     for record in lines("eviction-*.jsonl"):
         key = (record["model"], record["rate"], record["eviction"])
-        groups.setdefault(key, []).append(record)
-    policies = ("retention", "lru", "lru-conversation")
+        if record["eviction"] in policies:
+            groups.setdefault(key, []).append(record)
     models = list(MODELS)
     rows = []
     for model, rate, policy in sorted(
@@ -178,8 +169,17 @@ def retention_table(page: Path) -> str:
                 f"{means['ttft_ms_p50'] / 1e3:.1f}, {means['ttft_ms_p95'] / 1e3:.1f}",
             ]
         )
-    columns = ("model, contexts", "conversations/s", "policy", "requests/s", "hits %")
-    return markdown((*columns, "recomputed %", "ms/token", "TTFT p50, p95, s"), rows)
+    columns = (
+        "model, contexts",
+        "conversations/s",
+        "policy",
+        "requests/s",
+        "hits %",
+        "recomputed %",
+        "ms/token",
+        "TTFT p50, p95, s",
+    )
+    return markdown(columns, without_repeats(rows))
 
 
 POLICIES = {
@@ -262,5 +262,4 @@ REPORTS: Mapping[str, Callable[[Path], str]] = {
     "retention at 25% and 10%": retention_table,
     "versus: steps": steps_table,
     "routing": routing_table,
-    "routing --simulated": partial_routing_table,
 }

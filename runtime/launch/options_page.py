@@ -31,8 +31,8 @@ BOTTOM = """\
 
 `--max-model-len`, `--max-num-seqs`, `--max-num-batched-tokens`, `--gpu-memory-utilization`,
 `--kv-cache-dtype`, `--enforce-eager`, `--served-model-name`, `--host`, `--port` and `--api-key`
-have vLLM's names. They have the same meaning. Of the values of `--kv-cache-dtype` only `auto`,
-`fp8` and `fp8_e4m3`, which is the same, are accepted. The TOML file has Pensieve's names only.
+have vLLM's names and meanings. Of the values of `--kv-cache-dtype` only `auto`, `fp8` and
+`fp8_e4m3`, which is the same, are accepted. The TOML file has Pensieve's names only.
 
 | also accepted | Pensieve's name |
 |---|---|
@@ -40,9 +40,8 @@ have vLLM's names. They have the same meaning. Of the values of `--kv-cache-dtyp
 
 `build_engine` also accepts TensorRT-LLM's `--checkpoint_dir`, `--output_dir` and `--tp_size`.
 
-Frequent other options of vLLM and TensorRT-LLM are errors that say what to use instead:
-`--swap-space` and `--kv-offloading-size` (`--host-kv-bytes`), `--scheduling-policy`
-(`--queue-order`), `--allowed-origins` (`--cors-origins`) and more.
+Frequent other options of vLLM and TensorRT-LLM, such as `--swap-space`, are errors that say what to
+use instead.
 
 Values for many chats on one GPU: [operations](operations.md#many-chats-on-one-gpu).
 """

@@ -226,10 +226,15 @@ def test_a_claim_without_bounds_is_shown_and_not_judged():
 
 def test_values_without_a_claim_share_a_line_if_only_their_last_part_differs():
     names = ("a, 1 token", "b, c, d", "a", "a, 2 tokens")
-    values = {name: FigureValue(0.5, "simulated") for name in names}
-    assert "| a: 1 token 0.5; 0.5; 2 tokens 0.5<br>b, c, d: 0.5 |" in table(
+    values = {name: FigureValue(0.5, "hardware") for name in names}
+    assert "| a: 1 token **0.5**; **0.5**; 2 tokens **0.5**<br>b, c, d: **0.5** |" in table(
         [figure()], {"1": values}
     )
+
+
+def test_values_without_a_claim_are_shown_only_if_they_were_measured():
+    values = {how: FigureValue(0.5, how) for how in ("computed", "simulated", "hardware")}
+    assert "| hardware: **0.5** |" in table([figure()], {"1": values})
 
 
 def test_the_values_of_several_seeds_are_shown_as_their_mean_and_range():
