@@ -28,6 +28,7 @@ AGREED, ALONE, DIFFERENT = range(3)
 FIRST_SHARES = 0.7, 0.5, 0.3
 OF_MATCH, OF_ROW = 1 / 32, 1 / 8  # weights of each new draft in the shares, and in a row's odds
 MOST_ODDS = 5.0  # of a row, natural logarithm
+LEAST_REACHED = 0.01  # drafts that come true more rarely are not checked
 _NONE = array("i")
 _CODE = "utf-32-le", "surrogatepass"  # of one character for each token
 
@@ -139,7 +140,7 @@ class Drafts:
         self._next_search = 0  # none is made for fewer tokens
         self._matched = 0
         # of the proposal's drafts: kinds, chances behind true ones, and chances that they and all
-        # before them come true
+        # before them come true, down to LEAST_REACHED
         self._kinds: list[int] = []
         self._chances: list[float] = []
         self._reached: list[float] = []
@@ -182,7 +183,7 @@ class Drafts:
             return count, self.expected(count)
         if left > 1:
             behind = self._came + 1
-            chance = self._chances[self._came]
+            chance = self._chances[self._came] if behind < len(self._reached) else 0.0
             count = self._depth(behind, left - 1, least)
             return chance * count, chance * self._expected(behind, count)
         if self._next_search > self._count + 1:
@@ -250,13 +251,11 @@ class Drafts:
         times = exp(self._odds)
         self._chances, self._reached = [], []
         reached = 1.0
-        last = None
-        chance = 0.0
-        for at, kind in enumerate(self._kinds, matched):
-            place = kind, min(at, LONGEST)
-            if place != last:
-                last, chance = place, self.shares.chance(*place, times)
+        for at, kind in enumerate(self._kinds):
+            chance = self.shares.chance(kind, matched + at, times)
             reached *= chance
+            if reached < LEAST_REACHED:
+                break
             self._chances.append(chance)
             self._reached.append(reached)
 
@@ -265,7 +264,8 @@ class Drafts:
         for at, kind in enumerate(self._kinds[: came + 1]):
             true = at < came
             self.shares.observed(kind, self._matched + at, true)
-            self._odds += OF_ROW * (true - self._chances[at])
+            chance = self._chances[at] if at < len(self._chances) else LEAST
+            self._odds += OF_ROW * (true - chance)
         self._odds = min(max(self._odds, -MOST_ODDS), MOST_ODDS)
 
 
