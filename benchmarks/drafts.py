@@ -96,7 +96,7 @@ def _misled(turns: Sequence[RecordedTurn]) -> Iterator[RecordedTurn]:
         text = "".join(map(chr, own[-SEARCHED:]))
         prompt = own[:]
         for _ in turn.reply:
-            expected = propose(text).tokens[:1]
+            expected = propose(text)[:1]
             text = (text + chr(words[0] if chr(words[0]) != expected else words[1]))[-SEARCHED:]
             own.append(ord(text[-1]))
         yield RecordedTurn(prompt, own[len(prompt) :])

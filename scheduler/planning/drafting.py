@@ -11,7 +11,7 @@ from ..config import SchedulerConfig
 from ..draft_timing import DraftTiming
 from ..kv.chunk_store import ChunkStore
 from ..plan import Span, StepPlan, StepResult
-from ..turns.drafts import Acceptance, Drafts, MatchShares, may_draft
+from ..turns.drafts import Acceptance, Drafts, may_draft
 from ..turns.turn import RunningTurn
 from ..types import Request, RowId
 from .plan_builder import PlanBuilder
@@ -30,8 +30,8 @@ these are other rows."""
 
 NONE = array("i")
 
-ROUNDED = 1 - 1e-9
-"""So that a draft with the least chance is not left out because of a rounding."""
+MOST_LEAST = 0.9
+"""If drafts above this chance do not fit into a step, rows behind the first ones have none."""
 
 
 class Rates(NamedTuple):
@@ -74,12 +74,11 @@ class Drafting:
         self._queues = queues
         self._states = queues.states
         self._acceptance = Acceptance()
-        self._shares = MatchShares()
         self.checks = self.drafted = self.accepted = 0
 
     def begin(self, request: Request) -> Drafts | None:
         """Returns the drafts of the request's reply, or None if it has none."""
-        return Drafts(self._acceptance, self._shares) if self._on and may_draft(request) else None
+        return Drafts(self._acceptance) if self._on and may_draft(request) else None
 
     # -- whether drafts pay
 
@@ -135,14 +134,9 @@ class Drafting:
                     open_rows.append((row, drafts, left))
         least = rates.least
         counts = [drafts.depth(len(left), least) for _, drafts, left in open_rows]
-        if sum(counts) > rates.room:
-            chances: list[float] = []
-            for (_, drafts, _), count in zip(open_rows, counts, strict=True):
-                chances += drafts.chances(count)
-            chances.sort(reverse=True)
-            if len(chances) > rates.room:
-                least = chances[rates.room - 1] * ROUNDED
-                counts = [drafts.depth(len(left), least) for _, drafts, left in open_rows]
+        while sum(counts) > rates.room and least < MOST_LEAST:
+            least = max(least, 0.1) ** 0.5
+            counts = [drafts.depth(len(left), least) for _, drafts, left in open_rows]
         room = rates.room
         expected = lag = 0.0
         chosen = {}

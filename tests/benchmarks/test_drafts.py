@@ -104,7 +104,7 @@ def test_no_token_of_a_misleading_reply_is_proposed():
     ((misled,),) = drafts.misled([[turn]])
     assert misled.prompt == turn.prompt and len(misled.reply) == len(turn.reply)
     whole = "".join(map(chr, misled.prompt + misled.reply))
-    proposed = [propose(whole[:end]).tokens[:1] for end in range(len(prompt), len(whole))]
+    proposed = [propose(whole[:end])[:1] for end in range(len(prompt), len(whole))]
     assert all(one != two for one, two in zip(proposed, whole[len(prompt) :], strict=True))
     assert sum(map(bool, proposed)) > 20
 

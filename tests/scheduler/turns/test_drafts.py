@@ -19,7 +19,6 @@ from pensieve.scheduler.turns.drafts import (
     SHORTEST,
     Acceptance,
     Drafts,
-    MatchShares,
     may_draft,
     propose,
 )
@@ -45,7 +44,7 @@ from pensieve.scheduler.types import Request, RequestId, Sampling
     ],
 )
 def test_proposals(text: str, proposed: str) -> None:
-    assert propose(text).tokens == proposed
+    assert propose(text) == proposed
 
 
 def slow_propose(text: str) -> str:
@@ -63,7 +62,7 @@ def test_the_search_finds_what_a_look_at_every_place_finds(words: str) -> None:
     dice = random.Random(words)
     for _ in range(500):
         text = "".join(dice.choice(words) for _ in range(dice.randrange(40)))
-        assert propose(text).tokens == slow_propose(text), text
+        assert propose(text) == slow_propose(text), text
 
 
 def ids(text: str) -> array[int]:
@@ -71,7 +70,7 @@ def ids(text: str) -> array[int]:
 
 
 def test_drafts_shrink_while_they_come_true_and_are_replaced_when_one_has_not() -> None:
-    drafts = Drafts(Acceptance(), MatchShares())
+    drafts = Drafts(Acceptance())
     text = "abcd1234567890123456+abcd"
     assert drafts.next(ids(text)) == ids("1234567890123456")
     assert drafts.next(ids(text + "12")) == ids("34567890123456")
@@ -81,7 +80,7 @@ def test_drafts_shrink_while_they_come_true_and_are_replaced_when_one_has_not() 
 
 def test_what_comes_true_is_learned_from_proposals_that_no_step_has_checked() -> None:
     shared = Acceptance()
-    drafts = Drafts(shared, MatchShares())
+    drafts = Drafts(shared)
     first = FIRST
     hits = HITS
     text = "ab12"
@@ -97,11 +96,11 @@ def test_what_comes_true_is_learned_from_proposals_that_no_step_has_checked() ->
         assert drafts.own.hits == pytest.approx(hits)
     assert drafts.own.later == LATER, "no token came behind one that had come true"
     assert first < shared.first < FIRST
-    assert Drafts(shared, MatchShares()).own.first == shared.first, "the next reply begins with it"
+    assert Drafts(shared).own.first == shared.first, "the next reply begins with it"
 
 
 def test_tokens_behind_a_right_one_are_learned_apart() -> None:
-    drafts = Drafts(Acceptance(), MatchShares())
+    drafts = Drafts(Acceptance())
     text = "abcd12345+abcd"
     drafts.next(ids(text))
     drafts.next(ids(text + "123x"))
@@ -125,7 +124,7 @@ def test_depth_and_expectation_are_those_of_the_chances() -> None:
 
 
 def test_a_reply_without_matches_is_searched_only_now_and_then() -> None:
-    drafts = Drafts(Acceptance(), MatchShares())
+    drafts = Drafts(Acceptance())
     tokens = ids("".join(map(chr, range(1000, 1100))))
     for end in range(10, 60):
         drafts.next(tokens[:end])
@@ -145,7 +144,7 @@ def test_matches_are_looked_for_in_the_latest_tokens_only(step: int) -> None:
     other = "".join(chr(0x10000 + at) for at in range(2 * SEARCHED))
     for between, expected in ((SEARCHED - 24, "1234567890123456"), (SEARCHED - 10, "")):
         tokens = ids("abcd1234567890123456" + other[:between] + "abcd")
-        drafts = Drafts(Acceptance(), MatchShares())
+        drafts = Drafts(Acceptance())
         for end in range(step, len(tokens) - PAUSE, step):
             drafts.next(tokens[:end])
         assert drafts.next(tokens) == ids(expected)
@@ -155,7 +154,7 @@ def test_matches_are_looked_for_in_the_latest_tokens_only(step: int) -> None:
 @pytest.mark.parametrize("last", [0, 0xD7FF, 0xDFFF, 0xFEFF, 0xFFFE, 0x10FFFF])
 def test_every_id_is_a_character(last: int) -> None:
     tokens = array("i", [last, 0xFEFF, 0xD800, 0xDC00, last, 5, last, 0xFEFF, 0xD800, 0xDC00])
-    assert Drafts(Acceptance(), MatchShares()).next(tokens)[:2] == tokens[4:6]
+    assert Drafts(Acceptance()).next(tokens)[:2] == tokens[4:6]
 
 
 @pytest.mark.parametrize(
