@@ -92,7 +92,8 @@ def _misled(turns: Sequence[RecordedTurn]) -> Iterator[RecordedTurn]:
     taken = 0  # tokens of the recorded conversation that it stands for
     for turn in turns:
         own += turn.prompt[taken:]
-        words = turn.prompt[-1], turn.prompt[-2]
+        last = turn.prompt[-1]
+        words = last, next((token for token in reversed(turn.prompt) if token != last), last ^ 1)
         text = "".join(map(chr, own[-SEARCHED:]))
         prompt = own[:]
         for _ in turn.reply:

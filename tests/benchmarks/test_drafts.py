@@ -98,8 +98,9 @@ def test_a_model_with_states_gains(files, capsys, tmp_path, monkeypatch):
     assert lookup["accepted_per_check"] > 4 and lookup["tokens_per_step"] > 3
 
 
-def test_no_token_of_a_misleading_reply_is_proposed():
-    prompt = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
+@pytest.mark.parametrize("end", [[1, 2], [2, 2], [1, 2, 2, 2]])
+def test_no_token_of_a_misleading_reply_is_proposed(end):
+    prompt = [1, 2, 3, 4, 1, 2, 3, 4, *end]
     turn = drafts.RecordedTurn(drafts.array("i", prompt), drafts.array("i", [3, 4, 1, 2] * 9))
     ((misled,),) = drafts.misled([[turn]])
     assert misled.prompt == turn.prompt and len(misled.reply) == len(turn.reply)
