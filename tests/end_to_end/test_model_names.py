@@ -105,11 +105,11 @@ def test_the_small_model_replies_as_the_readme_says(environment, downloaded):
     readme = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
     bodies = [json.loads(body) for body in re.findall(r"-d '(\{.*?\})'", readme)]
     quoted = re.search(r'The replies: "(.*?)\.\.\." and "(.*?)\.\.\.",', readme)
-    cached = re.search(r"with (\d+) of (\d+) prompt tokens", readme)
+    counts = re.search(r"with (\d+) of (\d+) prompt tokens", readme)
     with Server(None, "--dtype", "float32", engine=None, environment=environment) as server:
         answers = [server.post("/v1/chat/completions", **body).json() for body in bodies]
     for words, answer in zip(quoted.groups(), answers, strict=True):
         assert answer["choices"][0]["message"]["content"].startswith(words)
     usage = answers[1]["usage"]
-    found = usage["prompt_tokens_details"]["cached_tokens"]
-    assert [found, usage["prompt_tokens"]] == [int(number) for number in cached.groups()]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert [cached, usage["prompt_tokens"]] == [int(number) for number in counts.groups()]
