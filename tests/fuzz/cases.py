@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-ANSWER_S = 20.0  # for a whole request
+ANSWER_S = 60.0  # for a whole request
 # for an answer to something else: most of it is no request, and the server waits for the rest
 PIECE_S = 0.15
-SETTLE_S = 30.0  # after the last case, for its work to end
+SETTLE_S = 60.0  # after the last case, for its work to end
 WARM_UP = 0.2  # share of the time after which memory and files are looked at first
 MORE_FILES = 8  # of the check's own clients, and of Python
 MORE_MEMORY = 64 * 2**20  # bytes, for caches that fill slowly

@@ -166,12 +166,11 @@ def test_drop_by_drop_is_no_better(impatient: Server) -> None:
     keep a pace."""
     body = HEAD + b"Content-Length: 5000\r\n\r\n"
     for start, drop in ((HEAD, b"X-A: b\r\n"), (body, b" ")):
-        with impatient.connect() as wire:
-            with pytest.raises(OSError):
-                wire.sendall(start)
-                for _ in range(100):
-                    wire.sendall(drop)
-                    time.sleep(PATIENCE_S / 5)
+        with impatient.connect() as wire, pytest.raises(OSError):
+            wire.sendall(start)
+            for _ in range(100):
+                wire.sendall(drop)
+                time.sleep(PATIENCE_S / 5)
 
 
 def test_a_client_that_does_not_listen_is_cut_off_and_its_request_aborted(
