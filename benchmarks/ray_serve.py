@@ -28,8 +28,8 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp
 
+from benchmarks.ports import free_ports
 from pensieve.ray_serve.relay import Relay
-from pensieve.ray_serve.server import free_port
 
 EVENTS_PER_S = 50
 STREAMS = (1, 16)
@@ -152,7 +152,7 @@ def main() -> None:
     if args.serve_events:
         serve_events(args.serve_events)
         return
-    ports = free_port(), free_port()
+    ports = free_ports(2)
     bare, proxy = (f"http://127.0.0.1:{port}" for port in ports)
     command = [sys.executable, "-m", "benchmarks.ray_serve", "--serve-events", str(ports[0])]
     # a cluster for a minute, on this host

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,8 @@ import numpy as np
 
 from pensieve.runtime.device.memory import GIB, host_memory
 from pensieve.scripts import chat
+
+from .ports import free_ports
 
 SERVE = (sys.executable, "-m", "pensieve.scripts.pensieve", "serve")
 READY = "/ready"  # of Pensieve
@@ -62,7 +63,8 @@ def serving(
 
     TimeoutError if the server is not ready in time, or ends before.
     """
-    url = f"http://127.0.0.1:{(port := _free_port())}"
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
     started = time.monotonic()
     with (
         log.open("wb") as out,
@@ -122,13 +124,6 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
             process.poll()
             time.sleep(0.05)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _answers(address: str) -> bool:

@@ -4,7 +4,6 @@ skipped where it is not installed."""
 from __future__ import annotations
 
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -17,6 +16,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+from benchmarks.ports import free_ports
 
 FOLDER = Path(sys.prefix) / "mooncake"
 """`make mooncake` fills it."""
@@ -46,7 +47,7 @@ class PrivateMooncake:
     def __init__(self) -> None:
         needs_mooncake()
         self._home = tempfile.TemporaryDirectory(prefix="pensieve-mooncake-")
-        self._rpc, self._http, self._service = _free_ports(3)
+        self._rpc, self._http, self._service = free_ports(3)
         self.master = f"127.0.0.1:{self._rpc}"
         self.master_process: subprocess.Popen[bytes] | None = None
         self.owner_process: subprocess.Popen[bytes] | None = None
@@ -136,13 +137,3 @@ def _until(
     while not is_ready():
         assert process.poll() is None and time.monotonic() < end, log()[-5000:]
         time.sleep(0.02)
-
-
-def _free_ports(number: int) -> list[int]:
-    """Outside the range from which the system and Mooncake take theirs."""
-    ports: list[int] = []
-    while len(ports) < number:
-        port = random.randrange(20_000, 32_000)
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            ports.append(port)
-    return ports

@@ -56,13 +56,15 @@ class PrivatePostgres:
 
     def start(self) -> None:
         settings = f"-c listen_addresses='' -c unix_socket_directories={self._home} -c fsync=off"
-        self._run(
-            "pg_ctl", "start", "-w", "-D", self.data, "-l", str(self._home / "log"), "-o", settings
-        )
+        self._control("start", "-l", str(self._home / "log"), "-o", settings)
 
     def stop(self, how: str = "fast") -> None:
         """`immediate`: as a crash."""
-        self._run("pg_ctl", "stop", "-w", "-D", self.data, "-m", how)
+        self._control("stop", "-m", how)
+
+    def _control(self, *words: str) -> None:
+        """Waits, and on a busy machine for longer than the usual minute."""
+        self._run("pg_ctl", *words, "-w", "-t", "600", "-D", self.data)
 
     def __enter__(self) -> PrivatePostgres:
         self.start()

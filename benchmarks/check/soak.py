@@ -75,7 +75,7 @@ from .soak_faults import (
 )
 from .soak_watch import MOST_WRONG, Watch, Wrong, table
 
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 ANSWER_SECONDS = 120.0
 HISTORY_FILE = "history.sqlite"
 WORKER = b"workers.worker"  # in the command of such a process
@@ -214,7 +214,7 @@ CLIENTS = 4
 CONVERSATIONS_EACH = 6  # more than the three tiers hold
 UNDECIDED = 1e-3  # a smaller gap between the reference's logits decides nothing
 QUIET_SECONDS = 2.5  # without requests for this long the loop has checked its state
-SETTLE_SECONDS = 30.0  # more, on a busy machine, until all slots are free
+SETTLE_SECONDS = 120.0  # more, on a busy machine, until all slots are free
 WARM_UP_SECONDS = 45.0  # of a life, before memory counts
 MORE_MEMORY = 48 * 2**20  # bytes that a process may grow by afterwards
 MORE_FILES = 16

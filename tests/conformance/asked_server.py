@@ -15,7 +15,7 @@ import anthropic
 import openai
 import pytest
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 RUNNING = "pensieve:num_requests_running"
 
 Messages = list[dict[str, Any]]

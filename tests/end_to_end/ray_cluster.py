@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
 import socket
@@ -17,6 +16,8 @@ from pathlib import Path
 import httpx
 import yaml
 
+from benchmarks.ports import free_ports
+
 from .server import HTTP
 
 RAY = Path(sys.prefix) / "ray" / "bin"
@@ -27,17 +28,6 @@ CONFIG = Path(__file__).parents[2] / "deploy" / "ray_serve" / "config.yaml"
 STARTED = "Ray runtime started"
 START_ATTEMPTS = 10
 START_SECONDS = 300  # on a machine with other work
-
-
-def free_ports(number):
-    """Returns ports outside the ranges from which the system and Ray give ports to a cluster's
-    processes."""
-    ports = []
-    while len(ports) < number:
-        port = random.randrange(20_000, 32_000)
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            ports.append(port)
-    return ports
 
 
 def until(ask, what, seconds=START_SECONDS):
@@ -72,8 +62,9 @@ class RayCluster:
             "--ray-client-server-port",
             self._clients,
         ]
-        # any: those above may be in the usual range
+        # any: those above may be in the usual range, and another cluster has the usual port
         ports += ["--min-worker-port", 0, "--max-worker-port", 0]
+        ports += ["--dashboard-agent-listen-port", 0]
         places = [
             "--node-ip-address",
             "127.0.0.1",

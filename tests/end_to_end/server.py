@@ -35,7 +35,7 @@ class Server:
         state_dir,
         *options,
         engine="demo",
-        start_seconds=120,
+        start_seconds=300,
         command=COMMAND,
         environment=None,
     ):
@@ -81,7 +81,7 @@ class Server:
         self.process.wait()
         raise RuntimeError("the server did not start:\n" + "\n".join(self.log))
 
-    def stop(self, number=signal.SIGTERM, seconds=60):
+    def stop(self, number=signal.SIGTERM, seconds=120):
         """Sends the signal and returns the exit status."""
         self.process.send_signal(number)
         return self.process.wait(seconds)
@@ -89,7 +89,7 @@ class Server:
     def __exit__(self, *_):
         if self.process.poll() is None:
             self.stop()
-        self._reader.join(10)
+        self._reader.join(60)
 
     def post(self, path, seconds=120, **body):
         return HTTP.post(f"{self.url}{path}", json={"model": "demo", **body}, timeout=seconds)
@@ -105,7 +105,7 @@ class Server:
         return [float(values[name]) for name in names]
 
 
-def wait_for(condition, seconds=120):
+def wait_for(condition, seconds=300):
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, "it never became true"

@@ -76,7 +76,7 @@ def test_what_a_restart_finds_and_what_a_deletion_leaves(tmp_path):
             "0",
         ]
         second = subprocess.run(
-            [*command, "--state-dir", str(tmp_path)], capture_output=True, text=True, timeout=60
+            [*command, "--state-dir", str(tmp_path)], capture_output=True, text=True, timeout=300
         )
         assert second.returncode == 2 and "--state-dir" in second.stderr
         assert f"in use by process {server.process.pid}" in second.stderr

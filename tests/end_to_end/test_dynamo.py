@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 import pensieve
+from benchmarks.ports import free_ports
 
-from .ray_cluster import free_ports
 from .server import HTTP, Server
 
 FOLDER = Path(sys.prefix) / "kv-events"

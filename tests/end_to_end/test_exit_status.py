@@ -73,7 +73,7 @@ def test_a_server_whose_http_process_is_killed_says_so(tmp_path):
             if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
         ]
         os.kill(int(http), signal.SIGKILL)
-        assert server.process.wait(60) == 1
+        assert server.process.wait(120) == 1
     assert any("HTTP process has ended" in line for line in server.log)
 
 

@@ -55,9 +55,9 @@ class Command:
 
     def status(self):
         """The exit status, once all its processes are gone."""
-        status = self.process.wait(60)
+        status = self.process.wait(120)
         wait_for(lambda: not any(map(running, self._started)))
-        self._reader.join(10)
+        self._reader.join(60)
         assert not self.printed("Traceback") and not self.printed("KeyboardInterrupt"), self.lines
         return status
 

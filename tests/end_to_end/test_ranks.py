@@ -243,7 +243,7 @@ def test_a_rank_that_cannot_start_ends_all(fault, status, message, engine, tmp_p
     words = command(2, "tests.end_to_end.ranks_faults", fault)
     server = Server(tmp_path, engine=engine("llama")[1], command=words, environment=variables(2))
     assert server.process.wait(120) == status
-    server._reader.join(10)
+    server._reader.join(60)
     assert sum(message in line for line in server.log) == 1
 
 
@@ -284,5 +284,5 @@ def test_ranks_that_are_too_few_are_told_how_many(engine, tmp_path):
     words = command(1, "pensieve.scripts.pensieve", "serve")
     server = Server(tmp_path, engine=engine("llama")[1], command=words, environment=variables(1))
     assert server.process.wait(120) == 2
-    server._reader.join(10)
+    server._reader.join(60)
     assert any("2 ranks are needed and 1 were started: mpirun -n 2" in line for line in server.log)

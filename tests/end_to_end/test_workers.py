@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,10 @@ def serving(server, process):
     open_ones = {
         f"socket:[{row[9]}]" for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "01"
     }
-    files = [os.readlink(file) for file in Path(f"/proc/{process}/fd").iterdir()]
+    files = set()
+    for file in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            files.add(os.readlink(file))
     return not open_ones.isdisjoint(files)
 
 
@@ -43,6 +47,7 @@ def test_a_server_with_workers_drains_and_leaves_no_process(tmp_path):
 
         long = dict(model="demo", prompt=[40] * 10, max_tokens=300, ignore_eos=True, stream=True)
         begun = [threading.Event() for _ in range(STREAMS)]
+        looked = threading.Event()  # until then no client closes its connection
 
         def read(number):
             events = []
@@ -50,6 +55,7 @@ def test_a_server_with_workers_drains_and_leaves_no_process(tmp_path):
                 for line in filter(None, response.iter_lines()):
                     events.append(line)
                     begun[number].set()
+                    looked.wait(60)
             return events
 
         processes = descendants(server.process.pid)
@@ -57,6 +63,7 @@ def test_a_server_with_workers_drains_and_leaves_no_process(tmp_path):
             reading = pool.map(read, range(STREAMS))
             assert all(one.wait(60) for one in begun)
             assert sum(serving(server, process) for process in processes) == 2
+            looked.set()
             assert server.stop() == 0
             for events in reading:
                 assert events[-1] == "data: [DONE]"

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -25,6 +24,7 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.ports import free_ports
 from pensieve.scripts.triton_repository import write_model
 
 from .server import HTTP
@@ -39,8 +39,8 @@ STUB = (
 )
 NOTHING: Mapping[str, str] = MappingProxyType({})
 TRIALS = 3
-"""A free port may be taken a moment later. And if a model's process sends nothing for a second
-while it loads, as on a paused machine, tritonserver gives it up and waits for ever for its end."""
+"""If a model's process sends nothing for a second while it loads, as on a paused machine,
+tritonserver gives it up and waits for ever for its end."""
 
 needs_triton = pytest.mark.skipif(
     not STUB.exists(), reason=f"no tritonserver in {PACKAGES}: run `make triton-server`"
@@ -101,7 +101,7 @@ class TritonServer:
                     return self
             hangs = not answers and self.process.poll() is None
             self.kill()
-            if not hangs and "Address already in use" not in self.log:
+            if not hangs:
                 break
         # but its tables
         lines = [line for line in self.log.splitlines() if not line.startswith(("+", "|"))]
@@ -208,11 +208,3 @@ def change_engine(config: Path, command: list[str]) -> None:
         f"{json.dumps(json.dumps(command))} }} }}"
     )
     config.write_text("\n".join(lines), "utf-8")
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
-        ]
-        return [one.getsockname()[1] for one in sockets]

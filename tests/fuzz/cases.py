@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-ANSWER_S = 20.0  # for a whole request
+ANSWER_S = 60.0  # for a whole request
 # for an answer to something else: most of it is no request, and the server waits for the rest
 PIECE_S = 0.15
-SETTLE_S = 30.0  # after the last case, for its work to end
+SETTLE_S = 60.0  # after the last case, for its work to end
 WARM_UP = 0.2  # share of the time after which memory and files are looked at first
+BUSY_S = 120.0  # beyond the time, on a machine that has not sent some of everything in it
 MORE_FILES = 8  # of the check's own clients, and of Python
 MORE_MEMORY = 64 * 2**20  # bytes, for caches that fill slowly
 STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})")
@@ -322,6 +323,11 @@ class Findings:
             if fault is not None:
                 self.faults.append((number, fault))
 
+    @property
+    def some_of_everything(self) -> bool:
+        """Among the cases were whole requests, good and bad."""
+        return self.cases > 10 and all(self.statuses[status] for status in ("200", "400"))
+
 
 def send(case: Case, host: str, port: int) -> tuple[list[int], str | None]:
     """Sends the case. Returns the received statuses, and the fault or None."""
@@ -350,21 +356,27 @@ def send(case: Case, host: str, port: int) -> tuple[list[int], str | None]:
 
 
 def fuzz(url: str, seconds: float, seed: int, workers: int, pids: Sequence[int]) -> Findings:
-    """Sends cases until the time is up, then checks that the server has no remains."""
+    """Sends cases until the time is up, and some of everything is sent; then checks that the server
+    has no remains."""
     host, port = address(url)
     findings = Findings()
     numbers = itertools.count()
-    ends = time.monotonic() + seconds
+    begun = time.monotonic()
+
+    def goes_on(seconds: float) -> bool:
+        lasts = time.monotonic() - begun
+        return lasts < seconds or (not findings.some_of_everything and lasts < seconds + BUSY_S)
 
     def work() -> None:
-        while time.monotonic() < ends:
+        while goes_on(seconds):
             number = next(numbers)
             findings.note(number, *send(make_case(seed, number), host, port))
 
     threads = [threading.Thread(target=work) for _ in range(workers)]
     for thread in threads:
         thread.start()
-    time.sleep(seconds * WARM_UP)
+    while goes_on(seconds * WARM_UP):
+        time.sleep(0.01)
     before = _resources(pids)
     for thread in threads:
         thread.join()

@@ -16,10 +16,10 @@ from pensieve.runtime.system import descendants
 from tests.runtime.fake_loop import FakeLoop, echo
 from tests.runtime.http.test_connection_limits import serve
 
-from .cases import Findings, address, fuzz, make_case, send
+from .cases import address, fuzz, make_case, send
 
-SHORT = (2.0, 20.0)
-"""Seconds of the ordinary run: on a busy machine not much is sent in a short while."""
+SHORT = 2.0
+"""Seconds of the ordinary run."""
 
 
 @pytest.fixture(scope="module", params=[1, 4], ids=["one", "several"])
@@ -54,15 +54,6 @@ def test_random_bytes_leave_nothing_behind(
         assert fault is None
         return
     seconds = pytestconfig.getoption("--seconds")
-    for length in SHORT if seconds is None else (seconds,):
-        findings = fuzz(url, length, seed, workers=8, pids=pids)
-        print(
-            f"{findings.cases} cases, answers by status: {dict(sorted(findings.statuses.items()))}"
-        )
-        if findings.faults or everything_was_sent(findings):
-            break
-    assert not findings.faults and everything_was_sent(findings)
-
-
-def everything_was_sent(findings: Findings) -> bool:
-    return findings.cases > 10 and all(findings.statuses[status] for status in ("200", "400"))
+    findings = fuzz(url, SHORT if seconds is None else seconds, seed, workers=8, pids=pids)
+    print(f"{findings.cases} cases, answers by status: {dict(sorted(findings.statuses.items()))}")
+    assert not findings.faults and findings.some_of_everything

@@ -519,7 +519,7 @@ def test_a_plan_without_anything_waits_for_the_disk_a_little(executors, tmp_path
     for step in range(3001, 3011):
         executor.launch(plan(step))
         assert executor.wait().lower[0].promoted == ()
-    assert 10 * LOWER_WAIT_SECONDS <= time.perf_counter() - began < 30
+    assert time.perf_counter() - began >= 10 * LOWER_WAIT_SECONDS
     assert run(executor, first_turn(3011)) == [(next_token(PROMPT, LAYERS),)]
     gate.set()
     promoted = ()

@@ -206,7 +206,7 @@ class Terminal:
     def type(self, text):
         os.write(self._file, text.encode())
 
-    def expect(self, pattern, seconds=30):
+    def expect(self, pattern, seconds=120):
         """Reads until the pattern matches; text up to the end of the match is not read again."""
         until = time.monotonic() + seconds
         while not (match := re.search(pattern, self._seen)):
@@ -216,7 +216,7 @@ class Terminal:
         self._seen = self._seen[match.end() :]
         return match[0]
 
-    def leave(self, key, seconds=30):
+    def leave(self, key, seconds=120):
         """Presses the key until the chat has ended; returns its exit status.
 
         One key would be enough, except for a gap in Python's readline: a signal between the prompt

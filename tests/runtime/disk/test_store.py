@@ -8,7 +8,6 @@ import fcntl
 import os
 import resource
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -377,11 +376,10 @@ def test_slow_reads_hold_up_neither_the_caller_nor_writes(tmp_path):
 
     with Tier(tmp_path, system=SystemCalls(read=read)) as tier:
         tier.save(range(4))
-        began = time.perf_counter()
         tier.begin(promotions=[Promotion(n, n, key(n)) for n in range(4)])
         assert tier.store.take() == report() and tier.store.counters.promoting == 4
         tier.store.wait(0.002)
-        assert time.perf_counter() - began < 30
+        assert tier.store.take() == report() and tier.store.counters.promoting == 4
         tier.begin(spills=[Spill(9, 9, key(9), 0)])
         tier.store.wait(60.0)
         assert tier.store.take().spilled == (9,)

@@ -142,18 +142,23 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 def test_a_client_that_stops_sending_is_cut_off(impatient: Server, sent: bytes) -> None:
     began = time.monotonic()
     with impatient.connect() as wire:
-        wire.sendall(sent)
+        with contextlib.suppress(OSError):  # cut off before it was sent
+            wire.sendall(sent)
         assert received(wire) == b""
     assert time.monotonic() - began > PATIENCE_S * 0.8
 
 
 def test_a_request_behind_another_one_may_not_stop_either(impatient: Server) -> None:
     """All of it comes in one piece, so no further bytes arrive after the first answer."""
-    with impatient.connect() as wire:
-        wire.sendall(
-            b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + HEAD + b"Content-Length: 50\r\n\r\n{"
-        )
-        assert received(wire).startswith(b"HTTP/1.1 200 ")
+
+    def client() -> None:
+        with impatient.connect() as wire:
+            wire.sendall(
+                b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + HEAD + b"Content-Length: 50\r\n\r\n{"
+            )
+            assert received(wire).startswith(b"HTTP/1.1 200 ")
+
+    unless_stopped(client)
 
 
 def test_drop_by_drop_is_no_better(impatient: Server) -> None:
@@ -161,12 +166,11 @@ def test_drop_by_drop_is_no_better(impatient: Server) -> None:
     keep a pace."""
     body = HEAD + b"Content-Length: 5000\r\n\r\n"
     for start, drop in ((HEAD, b"X-A: b\r\n"), (body, b" ")):
-        with impatient.connect() as wire:
+        with impatient.connect() as wire, pytest.raises(OSError):
             wire.sendall(start)
-            with pytest.raises(OSError):
-                for _ in range(100):
-                    wire.sendall(drop)
-                    time.sleep(PATIENCE_S / 5)
+            for _ in range(100):
+                wire.sendall(drop)
+                time.sleep(PATIENCE_S / 5)
 
 
 def test_a_client_that_does_not_listen_is_cut_off_and_its_request_aborted(
@@ -183,11 +187,15 @@ def test_a_client_that_does_not_listen_is_cut_off_and_its_request_aborted(
     }
     text = json.dumps(body).encode()
     aborted = len(impatient.loop.messages(Abort))
-    with socket.socket() as wire:
-        wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        wire.connect(impatient.address)
-        wire.sendall(HEAD + f"Content-Length: {len(text)}\r\n\r\n".encode() + text)
-        eventually(lambda: len(impatient.loop.messages(Abort)) > aborted)
+
+    def client() -> None:
+        with socket.socket() as wire:
+            wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            wire.connect(impatient.address)
+            wire.sendall(HEAD + f"Content-Length: {len(text)}\r\n\r\n".encode() + text)
+            eventually(lambda: len(impatient.loop.messages(Abort)) > aborted)
+
+    unless_stopped(client)
 
 
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -219,9 +227,11 @@ async def connected(
 
 
 @contextlib.asynccontextmanager
-async def answered(sent: bytes) -> AsyncIterator[tuple[socket.socket, PatientProtocol]]:
+async def answered(
+    sent: bytes, patience: float = PATIENCE_S
+) -> AsyncIterator[tuple[socket.socket, PatientProtocol]]:
     """A client of `answer`, whose buffer holds less than that."""
-    async with connected(sent, answer, PATIENCE_S) as (client, protocol):
+    async with connected(sent, answer, patience) as (client, protocol):
         await until(lambda: protocol.server_state.total_requests)
         yield client, protocol
 
@@ -250,10 +260,8 @@ def test_a_slow_reader_of_a_last_answer_has_time_for_its_end() -> None:
     """From the moment at which most of it is gone."""
 
     async def work() -> None:
-        async with answered(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") as (
-            _,
-            protocol,
-        ):
+        request = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        async with answered(request, patience=600) as (_, protocol):
             assert protocol._taking is not None
             began = protocol._taking.when()
             time.sleep(0.01)
@@ -490,16 +498,12 @@ def test_schemathesis_finds_no_server_error(server: Server, tmp_path: Path) -> N
     """A short look at every operation with values good and bad. Longer: see
     docs/use/operations.md."""
     (tmp_path / "schemathesis.toml").write_text(SCHEMATHESIS)
-    command = [
-        Path(sys.executable).with_name("schemathesis"),
-        "run",
-        f"{server.url}/openapi.json",
-        "--seed",
-        "1",
-    ]
-    options = ["--max-time", "20", "--max-response-time", "10", "--no-color"]
+    command = [Path(sys.executable).with_name("schemathesis"), "run", f"{server.url}/openapi.json"]
+    # so many cases on any machine, which may be slow
+    options = ["--seed", "1", "--max-examples", "20", "--suppress-health-check", "too_slow"]
+    options += ["--max-response-time", "60", "--no-color"]
     ran: Any = subprocess.run(
-        [*command, *options], capture_output=True, text=True, timeout=120, cwd=tmp_path
+        [*command, *options], capture_output=True, text=True, timeout=1200, cwd=tmp_path
     )
     assert ran.returncode == 0, ran.stdout[-5000:] + ran.stderr[-1000:]
     assert "Tested: " in ran.stdout and server.loop.messages(Submit)

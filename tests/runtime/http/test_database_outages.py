@@ -220,13 +220,13 @@ def test_a_transaction_that_pauses_for_too_long_is_tried_again_later(
     serve: Any, postgres: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The state after a stop of the whole process: the database has ended the session meanwhile."""
-    monkeypatch.setitem(databases.SETTINGS, "idle_in_transaction_session_timeout", 20)
     find = HistoryStore._find
     paused = list[str]()
 
     def pausing(store: HistoryStore, *args: Any) -> Any:
         conversation = find(store, *args)
         if paused:
+            store._db.execute("SET LOCAL idle_in_transaction_session_timeout = 20")
             waiting = "SELECT count(*) FROM pg_stat_activity WHERE pid = %s"
             with psycopg.connect(postgres, autocommit=True) as connection:
                 pid = store._db._connection.info.backend_pid  # type: ignore[attr-defined]

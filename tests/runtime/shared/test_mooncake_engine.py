@@ -27,8 +27,8 @@ from .engine_tests import DONE, MISSING, PAGE, PAYLOAD, EngineTests, key, record
 from .store_tests import StoreTests
 
 FAILED = StoreOutcome.FAILED
-SOON = 15.0
-"""Seconds, half of Mooncake's own time-outs: a call that takes so long had not ours."""
+SOON = 30.0
+"""Seconds, as Mooncake's own time-outs: a call that takes so long had not ours."""
 PATIENCE = 120.0
 
 
