@@ -83,7 +83,9 @@ def bench_config(args: argparse.Namespace, engine: Engine, device: Device) -> Sc
             "--max-model-len", f"{longest} is more than the model's {engine.manifest.max_model_len}"
         )
     record = engine.chunk_bytes(size)
-    rows, batch, states = args.max_num_seqs, args.max_num_batched_tokens, None
+    rows = args.max_num_seqs
+    batch = args.max_num_batched_tokens
+    states = None
     free = device.memory(Tier.GPU).free
     if engine.state_shape is None:
         rows = max(rows, batch // size)
