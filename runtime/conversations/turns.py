@@ -721,7 +721,7 @@ class TurnManager(Turns):
         """Releases the turn if it is not committed; a commit releases it."""
 
         def release() -> None:
-            with contextlib.suppress(RequestError):  # it is held for a few more seconds
+            with contextlib.suppress(RequestError):  # a shared database ends its lease in seconds
                 self._store.release(turn)
 
         if self._open.pop(turn, None) is not None:
