@@ -1032,7 +1032,7 @@ class HistoryStore:
         number = self._insert_turn(parent, new, id)
         # the caller may go on changing its own messages
         turn = replace(new.turn, messages=tuple(json.loads(new.messages)))
-        return LineTurn(number, id, new.digest, turn)
+        return LineTurn(number, id, new.digest, turn, turn.weight(len(new.messages)))
 
     def _insert_turn(self, parent: int | None, new: NewTurn, id: bytes) -> int:
         """Returns its number."""
@@ -1071,7 +1071,7 @@ class HistoryStore:
                 prompt_text,
                 own_inside,
             )
-            line[number] = LineTurn(number, id, digest, turn)
+            line[number] = LineTurn(number, id, digest, turn, turn.weight(len(messages)))
         return line
 
     # -- lines in memory: a line is read once, and grows with its conversation
@@ -1097,8 +1097,7 @@ class HistoryStore:
 
     def _know(self, line: Line) -> None:
         self._forget_line(line.last.number)
-        last = line.last.turn
-        if last.messages and not last.tokens:  # an edit: its messages may be long, and do not count
+        if line.size > MOST_CACHED:  # it would leave no room for others
             return
         self._lines[line.last.number] = line
         self._cached_size += line.size
