@@ -23,6 +23,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from ...scheduler.turns.conversations import common_prefix
 from ...scheduler.types import INSUFFICIENT_QUOTA, ErrorKind, RequestError, SettingError
 from .clock import HistoryClock, boot_time
 from .databases import Database, open_database
@@ -418,7 +419,7 @@ class HistoryStore:
             return
         columns = ("process", "owner", "id", "kind", "thread", "tokens", "shared", "salt")
         values: dict[str, Any] = {}
-        for at, (name, thread, tokens, shared, salt) in enumerate(deleted):
+        for at, (name, thread, tokens, shared, salt, _) in enumerate(deleted):
             row = (self._process, *name, thread, _packed(tokens), shared, salt)
             values |= {f"{column}_{at}": value for column, value in zip(columns, row, strict=True)}
         rows = ", ".join(
@@ -687,7 +688,11 @@ class HistoryStore:
             else:
                 released = self._released([conversation], lambda: self._set_head(edited), head)
                 # without KV of its own its claims stay, as a pin
-                erased = [gone for gone in released if gone.shared < len(gone.tokens)]
+                erased = [
+                    gone._replace(kept=min(gone.shared, common_prefix(gone.tokens, whole.tokens)))
+                    for gone in released
+                    if gone.shared < len(gone.tokens)
+                ]
                 self._bury(erased)
                 self._expired += erased
         return edited

@@ -909,7 +909,8 @@ class TurnManager(Turns):
         if (gone := self._deleted.pop(turn, None)) is not None:
             if tokens:
                 shared = min(gone.shared, common_prefix(gone.tokens, tokens))
-                self._erase_kv(gone._replace(tokens=tokens, shared=shared, salt=salt))
+                kept = min(gone.kept, shared)
+                self._erase_kv(Gone(gone.name, gone.thread, tokens, shared, salt, kept))
             elif gone.thread is not None:
                 self._erase_kv(gone)
 
@@ -922,7 +923,7 @@ class TurnManager(Turns):
     def _erase_kv(self, gone: Gone) -> Awaitable[Erasure]:
         kv_id = kv_name(gone.name, gone.thread) if gone.thread is not None else None
         erasing = asyncio.ensure_future(
-            self._erase(Forget(kv_id, gone.tokens, gone.shared, gone.salt))
+            self._erase(Forget(kv_id, gone.tokens, gone.shared, gone.salt, gone.kept))
         )
         size = len(gone.tokens) + FORGET_TOKENS
 

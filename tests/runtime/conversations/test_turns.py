@@ -122,6 +122,33 @@ def test_a_conversation_that_was_made_anew_keeps_its_claims_when_an_old_turn_end
     run(work())
 
 
+def test_an_edit_leaves_the_loop_the_beginning_that_stays(told: Told) -> None:
+    name = Name("key", "c")
+    words = ("a", "b", "c", "d", "e", "f")
+
+    async def work() -> None:
+        turns = manager(told)
+        logs = [transcript(*words[:count]) for count in (2, 4, 6)]
+        for whole in logs:
+            turn = await turns.open_completion("key", "c", whole.tokens)
+            turn.messages, turn.text, turn.inside = whole.messages, whole.text, whole.inside
+            await turn.commit([], "", None, SALT)
+            if whole is logs[1]:
+                await turns.fork(name, "fork")
+        open_turn = await turns.open_completion("key", "c", logs[0].tokens[:4])
+        await turns.edit(name, lambda messages: messages[:2])
+        open_turn.close([7] * 9, SALT)
+        await settled()
+        edit, own = told
+        assert (edit.tokens, edit.shared, edit.kept) == (logs[2].tokens, 12, 6)
+        assert (own.shared, own.kept, own.conversation) == (4, 4, edit.conversation)
+        await turns.delete(name)
+        assert told[-1].kept == 0
+        await turns.close()
+
+    run(work())
+
+
 # -- calls in the one thread of the histories
 
 
