@@ -243,7 +243,7 @@ def stored_tokens(turn: StoredTurn | None, prompt: array[int]) -> int:
     whole = turn.transcript() if turn is not None else None
     if whole is None or whole.inside == OTHERS:
         return 0
-    return min(common_prefix(whole.tokens, prompt), len(whole.tokens) - 1)
+    return min(common_prefix(whole.tokens, prompt), max(0, len(whole.tokens) - 1))
 
 
 def tokens_inside(

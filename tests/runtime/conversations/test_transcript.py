@@ -153,6 +153,11 @@ def test_what_is_known_of_a_prompt_are_the_ids_that_its_log_had_kv_of():
     assert stored_tokens(None, array("i", prompts[0])) == 0
 
 
+def test_items_without_tokens_had_no_kv():
+    items = StoredTurn.behind(None, Transcript((user("a"),), array("i"), "", 0))
+    assert stored_tokens(items, array("i", [1, 2])) == 0
+
+
 def test_a_stop_string_inside_a_token_leaves_the_rest_of_its_text_to_the_tokenizer():
     speaker = tokenizer()
     hello = speaker.encode_rendered("hello").tolist()
