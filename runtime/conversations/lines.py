@@ -117,6 +117,11 @@ def new_turn(past: Line | None, whole: Transcript) -> NewTurn:
     return NewTurn(turn, digest, json.dumps(turn.messages, ensure_ascii=False))
 
 
+def first_turn(messages: Sequence[Message]) -> NewTurn:
+    """A turn with the first messages of a conversation. It has no tokens."""
+    return new_turn(None, Transcript(tuple(messages), array("i"), "", 0))
+
+
 def beginning(line: Line, whole: Transcript) -> tuple[LineTurn, int] | None:
     """Returns the latest turn of the line whose messages are a beginning of this dialogue, and how
     many they are; of a dialogue without messages, the latest one whose log is a beginning of this

@@ -42,7 +42,6 @@ from .lines import (
 from .schema import REMOVED, Gone, Name, Opening, StoredConversation
 from .transcript import (
     OTHERS,
-    Message,
     StoredTurn,
     Transcript,
     dialogue_keys,
@@ -631,15 +630,20 @@ class HistoryStore:
         self,
         name: Name,
         now: float,
-        messages: Sequence[Message] = (),
+        first: NewTurn | None = None,
         metadata: str | None = None,
     ) -> StoredConversation:
-        """Creates a conversation of these messages. Raises RequestError: CONFLICT if the name is
-        taken, TOO_MANY beyond the owner's quota."""
+        """Creates a conversation, which may begin with a turn (`first_turn`). Raises RequestError:
+        CONFLICT if the name is taken, TOO_MANY beyond the owner's quota."""
         with self.transaction():
             self._need_free(name, now)
             created = self._insert(name, now, body=metadata)
-            return self.edit(name, now, lambda _: messages) if messages else created
+            if first is not None:
+                head = self._insert_turn(None, first, uuid.uuid4().bytes)
+                title = title_of(first.turn.transcript())
+                created = replace(created, head=head, title=title)
+                self._set_head(created)
+        return created
 
     def edit(self, name: Name, now: float, change: Edit) -> StoredConversation:
         """Replaces the conversation's messages without a reply. Turns in front of the first message

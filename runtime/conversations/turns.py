@@ -28,7 +28,7 @@ from ...scheduler.turns.conversations import common_prefix
 from ...scheduler.types import Erasure, ErrorKind, RequestError
 from ..messages import Forget, Fork, Keep
 from ..text.tokenizer import Tokenizer
-from .lines import Edit, planned_edit
+from .lines import Edit, first_turn, planned_edit
 from .schema import Gone, Kind, Name, Opening, StoredConversation
 from .sessions import Prompt, PromptWatch, SessionKey, Sessions
 from .store import HistoryStore, Swept
@@ -855,8 +855,10 @@ class TurnManager(Turns):
     async def create(
         self, name: Name, messages: Sequence[Message] = (), metadata: str | None = None
     ) -> StoredConversation:
-        """`metadata`: JSON. RequestError as `HistoryStore.create`."""
-        return await self.run(self._store.create, name, self.now(), messages, metadata)
+        """`metadata`: JSON. RequestError as `HistoryStore.create`. Turns are stored while the
+        messages are encoded."""
+        first = await asyncio.to_thread(first_turn, messages) if messages else None
+        return await self.run(self._store.create, name, self.now(), first, metadata)
 
     async def edit(self, name: Name, change: Edit) -> StoredConversation:
         """As `HistoryStore.edit`, but turns are stored while the edit is computed. If one of them,

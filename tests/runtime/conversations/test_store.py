@@ -21,6 +21,7 @@ import pytest
 from pensieve.runtime.conversations import databases
 from pensieve.runtime.conversations import store as store_module
 from pensieve.runtime.conversations.databases import stored_tokenizer
+from pensieve.runtime.conversations.lines import first_turn
 from pensieve.runtime.conversations.schema import Gone, Name, Opening
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.conversations.transcript import OTHERS, Message, Transcript
@@ -370,7 +371,7 @@ def test_a_line_that_is_too_large_pushes_no_other_out_of_memory(
 ) -> None:
     monkeypatch.setattr(store_module, "MOST_CACHED", 1000)
     store.commit(A, FIRST, 1.0)
-    store.create(B, 1.0, [{"role": "user", "content": "x" * 4000}])
+    store.create(B, 1.0, first_turn(dialogue("x" * 4000)))
     assert len(stored(store, B).messages) == 1
     assert [line.whole for line in store._lines.values()] == [FIRST]
 

@@ -11,6 +11,7 @@ from collections.abc import Coroutine, Sequence
 
 import pytest
 
+from pensieve.runtime.conversations import lines as lines_module
 from pensieve.runtime.conversations import turns as turns_module
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.store import HistoryStore
@@ -362,6 +363,33 @@ def test_turns_are_stored_while_an_edit_is_computed(told: Told) -> None:
             assert words == (["hello", "slow", "quick", "slow"] if changed else ["hello", "slow"])
             assert calls == ([2, 3] if changed else [1])
             calls.clear()
+        await turns.close()
+
+    run(work())
+
+
+def test_turns_are_stored_while_a_conversation_is_made_of_items(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = dialogue("hello", "you")
+    stored = threading.Event()
+
+    def slow(owner: str, messages: Sequence[Message]) -> list[bytes]:
+        if messages == items:
+            assert stored.wait(30), "the histories do nothing else meanwhile"
+        return dialogue_keys(owner, messages)
+
+    async def work() -> None:
+        turns = manager(told)
+        monkeypatch.setattr(lines_module, "dialogue_keys", slow)
+        creation = asyncio.create_task(turns.create(Name("key", "c"), items, "{}"))
+        await settled()
+        await say(turns, "d", LOG)
+        stored.set()
+        created = await creation
+        assert (created.title, created.body, created.tokens) == ("hello", "{}", 0)
+        conversation, transcript = await turns.load(Name("key", "c"))
+        assert conversation == created and transcript.messages == items
         await turns.close()
 
     run(work())
