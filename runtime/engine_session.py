@@ -127,14 +127,17 @@ class EngineSession:
         """Begins to erase the conversation's own KV. A conversation that was not active since the
         start may also have records on disk. `answer` is called at the end, by this call or by a
         step, as `Erased` describes."""
-        conversation, tokens, shared, salt = message
+        conversation, tokens, shared, salt, kept = message
+        conversations = self.scheduler.conversations
         self._erasing.append(answer)
-        if conversation is None or conversation not in self.scheduler.conversations:
+        if conversation is None or conversation not in conversations:
             self.scheduler.lower.erase(self.scheduler.lower.keys(tokens, salt, shared))
+        # When turns ran concurrently, the turn that ended last here may not be the last in the
+        # history file.
+        elif kept:
+            conversations.cut(conversation, kept, shared, tokens, salt, self.clock())
         else:
-            # When turns ran concurrently, the turn that ended last here may not be the last in the
-            # history file.
-            self.scheduler.conversations.delete(conversation, shared, tokens, salt)
+            conversations.delete(conversation, shared, tokens, salt)
         self._answer_erased()
 
     # -- steps

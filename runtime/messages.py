@@ -55,12 +55,15 @@ class Fork(NamedTuple):
 class Forget(NamedTuple):
     """Ends the conversation's claims and erases its own KV: of its log of `tokens` with this salt,
     the part after the first `shared` tokens. `conversation` is None if only KV is to be erased. The
-    loop may not know the conversation and still have its KV on disk. Answered by `Erased`."""
+    loop may not know the conversation and still have its KV on disk. After an edit the conversation
+    goes on with the first `kept` tokens, at most `shared`, and its claims on them stay. Answered by
+    `Erased`."""
 
     conversation: str | None
     tokens: array[int]
     shared: int
     salt: bytes
+    kept: int = 0
 
 
 class Keep(NamedTuple):

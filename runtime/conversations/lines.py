@@ -29,10 +29,13 @@ Edit = Callable[[Sequence[Message]], Sequence[Message]]
 
 
 class LineTurn(NamedTuple):
+    """`weight`: as `StoredTurn.weight`."""
+
     number: int
     id: bytes | None
     digest: bytes
     turn: StoredTurn
+    weight: int
 
     @property
     def log(self) -> int:
@@ -53,8 +56,8 @@ class Line:
 
     @property
     def size(self) -> int:
-        """Its tokens, and for each turn as many as take the same memory."""
-        return self.last.log + 100 * len(self.turns)
+        """Its memory in token ids, about: the turns' weights, and 100 for each turn."""
+        return sum(turn.weight + 100 for turn in self.turns.values())
 
     @property
     def whole(self) -> Transcript:
@@ -112,6 +115,11 @@ def new_turn(past: Line | None, whole: Transcript) -> NewTurn:
         turn = StoredTurn.behind(None, whole)
         digest = dialogue_keys("", whole.messages)[-1]
     return NewTurn(turn, digest, json.dumps(turn.messages, ensure_ascii=False))
+
+
+def first_turn(messages: Sequence[Message]) -> NewTurn:
+    """A turn with the first messages of a conversation. It has no tokens."""
+    return new_turn(None, Transcript(tuple(messages), array("i"), "", 0))
 
 
 def beginning(line: Line, whole: Transcript) -> tuple[LineTurn, int] | None:

@@ -150,13 +150,15 @@ class StoredConversation:
 class Gone(NamedTuple):
     """The parts of a deleted conversation or response to clean up: its log, whose first `shared`
     tokens belong to other logs too. `thread`: the loop's id for it; None: of a response whose line
-    has others."""
+    has others. `kept`: leading tokens that an edit leaves to the conversation itself; 0: none, or
+    another server has deleted it."""
 
     name: Name
     thread: str | None
     tokens: array[int]
     shared: int
     salt: bytes
+    kept: int = 0
 
 
 class Opening(NamedTuple):

@@ -15,12 +15,11 @@ from typing import NamedTuple
 from ...scheduler.turns.conversations import common_prefix
 from ...scheduler.types import Erasure, ErrorKind, RequestError
 from ..messages import Forget
-from .transcript import Message, common_messages
+from .transcript import CHARACTERS_PER_ID, Message, characters, common_messages
 
 log = logging.getLogger(__name__)
 
 MOST_DIALOGUES = 100_000  # names of KV, of all sessions together
-CHARACTERS_PER_ID = 4  # a token id takes the memory of four characters
 MOST_TOKENS = 4_000_000  # of the prompts that later ones are compared with
 PROMPTS_PER_SESSION = 8  # an agent and its helpers
 
@@ -38,7 +37,7 @@ class Prompt(NamedTuple):
     @property
     def weight(self) -> int:
         """Its memory in token ids, about: a template may leave out much of what it gets."""
-        texts = sum(len(str(part)) for part in (*self.messages, *self.tools))
+        texts = characters(self.messages) + characters(self.tools)
         return len(self.ids) + texts // CHARACTERS_PER_ID
 
 

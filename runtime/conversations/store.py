@@ -23,6 +23,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from ...scheduler.turns.conversations import common_prefix
 from ...scheduler.types import INSUFFICIENT_QUOTA, ErrorKind, RequestError, SettingError
 from .clock import HistoryClock, boot_time
 from .databases import Database, open_database
@@ -41,7 +42,6 @@ from .lines import (
 from .schema import REMOVED, Gone, Name, Opening, StoredConversation
 from .transcript import (
     OTHERS,
-    Message,
     StoredTurn,
     Transcript,
     dialogue_keys,
@@ -279,9 +279,9 @@ class HistoryStore:
     # -- open turns
 
     def release(self, turn: bytes) -> None:
-        """Ends an open turn that `admit` has let in. Idempotent."""
-        with self._db.transaction(durable=False):
-            self._let_go(turn)
+        """Ends an open turn that `admit` has let in. Idempotent. In SQLite it changes memory only:
+        it works also while nothing can be written."""
+        self._let_go(turn)
 
     def _let_go(self, turn: bytes) -> None:
         self._db.execute("DELETE FROM open_turns WHERE turn = :turn", {"turn": turn})
@@ -418,7 +418,7 @@ class HistoryStore:
             return
         columns = ("process", "owner", "id", "kind", "thread", "tokens", "shared", "salt")
         values: dict[str, Any] = {}
-        for at, (name, thread, tokens, shared, salt) in enumerate(deleted):
+        for at, (name, thread, tokens, shared, salt, _) in enumerate(deleted):
             row = (self._process, *name, thread, _packed(tokens), shared, salt)
             values |= {f"{column}_{at}": value for column, value in zip(columns, row, strict=True)}
         rows = ", ".join(
@@ -630,15 +630,20 @@ class HistoryStore:
         self,
         name: Name,
         now: float,
-        messages: Sequence[Message] = (),
+        first: NewTurn | None = None,
         metadata: str | None = None,
     ) -> StoredConversation:
-        """Creates a conversation of these messages. Raises RequestError: CONFLICT if the name is
-        taken, TOO_MANY beyond the owner's quota."""
+        """Creates a conversation, which may begin with a turn (`first_turn`). Raises RequestError:
+        CONFLICT if the name is taken, TOO_MANY beyond the owner's quota."""
         with self.transaction():
             self._need_free(name, now)
             created = self._insert(name, now, body=metadata)
-            return self.edit(name, now, lambda _: messages) if messages else created
+            if first is not None:
+                head = self._insert_turn(None, first, uuid.uuid4().bytes)
+                title = title_of(first.turn.transcript())
+                created = replace(created, head=head, title=title)
+                self._set_head(created)
+        return created
 
     def edit(self, name: Name, now: float, change: Edit) -> StoredConversation:
         """Replaces the conversation's messages without a reply. Turns in front of the first message
@@ -687,7 +692,11 @@ class HistoryStore:
             else:
                 released = self._released([conversation], lambda: self._set_head(edited), head)
                 # without KV of its own its claims stay, as a pin
-                erased = [gone for gone in released if gone.shared < len(gone.tokens)]
+                erased = [
+                    gone._replace(kept=min(gone.shared, common_prefix(gone.tokens, whole.tokens)))
+                    for gone in released
+                    if gone.shared < len(gone.tokens)
+                ]
                 self._bury(erased)
                 self._expired += erased
         return edited
@@ -1032,7 +1041,7 @@ class HistoryStore:
         number = self._insert_turn(parent, new, id)
         # the caller may go on changing its own messages
         turn = replace(new.turn, messages=tuple(json.loads(new.messages)))
-        return LineTurn(number, id, new.digest, turn)
+        return LineTurn(number, id, new.digest, turn, turn.weight(len(new.messages)))
 
     def _insert_turn(self, parent: int | None, new: NewTurn, id: bytes) -> int:
         """Returns its number."""
@@ -1071,7 +1080,7 @@ class HistoryStore:
                 prompt_text,
                 own_inside,
             )
-            line[number] = LineTurn(number, id, digest, turn)
+            line[number] = LineTurn(number, id, digest, turn, turn.weight(len(messages)))
         return line
 
     # -- lines in memory: a line is read once, and grows with its conversation
@@ -1097,8 +1106,7 @@ class HistoryStore:
 
     def _know(self, line: Line) -> None:
         self._forget_line(line.last.number)
-        last = line.last.turn
-        if last.messages and not last.tokens:  # an edit: its messages may be long, and do not count
+        if line.size > MOST_CACHED:  # it would leave no room for others
             return
         self._lines[line.last.number] = line
         self._cached_size += line.size

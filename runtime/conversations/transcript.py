@@ -36,6 +36,8 @@ see it as; without, they follow from the dialogue (`conversation_items`)."""
 
 KEPT_IDS = "item_ids"
 
+CHARACTERS_PER_ID = 4  # a token id takes the memory of four characters
+
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
@@ -93,6 +95,10 @@ class StoredTurn:
         names = [one.name for one in fields(self)][1:]
         line = [tuple(getattr(turn, name) for name in names) for turn in self.lineage()]
         return _read_line, (line,)
+
+    def weight(self, message_characters: int) -> int:
+        """Its own memory in token ids, about: a template may leave out much of its messages."""
+        return max(len(self.tokens), message_characters // CHARACTERS_PER_ID)
 
     def lineage(self) -> Iterator[StoredTurn]:
         """This turn, the one before it, and so on to the first."""
@@ -237,7 +243,7 @@ def stored_tokens(turn: StoredTurn | None, prompt: array[int]) -> int:
     whole = turn.transcript() if turn is not None else None
     if whole is None or whole.inside == OTHERS:
         return 0
-    return min(common_prefix(whole.tokens, prompt), len(whole.tokens) - 1)
+    return min(common_prefix(whole.tokens, prompt), max(0, len(whole.tokens) - 1))
 
 
 def tokens_inside(
@@ -271,18 +277,19 @@ class RecentTurns:
 
     The key is a digest of the owner and of all messages, so an owner cannot find another owner's
     turns. Of two turns with equal messages and different ids the later one counts: its cache is
-    more likely to be there. The size is limited by the tokens that the turns themselves hold. A
+    more likely to be there. The size is limited by the turns' own weights (`StoredTurn.weight`). A
     turn is used together with the turns before it, so these are never removed first.
     """
 
     def __init__(self, most_tokens: int = 8_000_000):
         self._most_tokens = most_tokens
         self._tokens = 0
-        self._turns: OrderedDict[bytes, StoredTurn] = OrderedDict()
+        # with their weights
+        self._turns: OrderedDict[bytes, tuple[StoredTurn, int]] = OrderedDict()
 
     def find(self, keys: Sequence[bytes]) -> StoredTurn | None:
         """The longest known beginning of the dialogue with these keys (`dialogue_keys`)."""
-        return next((self._turns[key] for key in reversed(keys[1:]) if key in self._turns), None)
+        return next((self._turns[key][0] for key in reversed(keys[1:]) if key in self._turns), None)
 
     def add(self, keys: Sequence[bytes], turn: StoredTurn) -> None:
         """`keys`: of all of the dialogue, up to the end of `turn`."""
@@ -292,13 +299,28 @@ class RecentTurns:
                 self._put(keys[count], past)
             count -= len(past.messages)
         while self._tokens > self._most_tokens:
-            _, gone = self._turns.popitem(last=False)
-            self._tokens -= len(gone.tokens)
+            _, (_, weight) = self._turns.popitem(last=False)
+            self._tokens -= weight
 
     def _put(self, key: bytes, turn: StoredTurn) -> None:
-        before = self._turns.pop(key, None)
-        self._tokens += len(turn.tokens) - (len(before.tokens) if before is not None else 0)
-        self._turns[key] = turn
+        before, weight = self._turns.pop(key, (None, 0))
+        self._tokens -= weight
+        if turn is not before:
+            weight = turn.weight(characters(turn.messages))
+        self._tokens += weight
+        self._turns[key] = turn, weight
+
+
+def characters(value: object) -> int:
+    """Returns how many characters the texts in a JSON value have, keys too."""
+    match value:
+        case str():
+            return len(value)
+        case dict():
+            return sum(map(characters, value)) + sum(map(characters, value.values()))
+        case list() | tuple():
+            return sum(map(characters, value))
+    return 0
 
 
 def dialogue_keys(owner: str, messages: Sequence[Message]) -> list[bytes]:

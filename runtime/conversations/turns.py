@@ -28,7 +28,7 @@ from ...scheduler.turns.conversations import common_prefix
 from ...scheduler.types import Erasure, ErrorKind, RequestError
 from ..messages import Forget, Fork, Keep
 from ..text.tokenizer import Tokenizer
-from .lines import Edit, planned_edit
+from .lines import Edit, first_turn, planned_edit
 from .schema import Gone, Kind, Name, Opening, StoredConversation
 from .sessions import Prompt, PromptWatch, SessionKey, Sessions
 from .store import HistoryStore, Swept
@@ -721,7 +721,7 @@ class TurnManager(Turns):
         """Releases the turn if it is not committed; a commit releases it."""
 
         def release() -> None:
-            with contextlib.suppress(RequestError):  # it is held for a few more seconds
+            with contextlib.suppress(RequestError):  # a shared database ends its lease in seconds
                 self._store.release(turn)
 
         if self._open.pop(turn, None) is not None:
@@ -855,8 +855,10 @@ class TurnManager(Turns):
     async def create(
         self, name: Name, messages: Sequence[Message] = (), metadata: str | None = None
     ) -> StoredConversation:
-        """`metadata`: JSON. RequestError as `HistoryStore.create`."""
-        return await self.run(self._store.create, name, self.now(), messages, metadata)
+        """`metadata`: JSON. RequestError as `HistoryStore.create`. Turns are stored while the
+        messages are encoded."""
+        first = await asyncio.to_thread(first_turn, messages) if messages else None
+        return await self.run(self._store.create, name, self.now(), first, metadata)
 
     async def edit(self, name: Name, change: Edit) -> StoredConversation:
         """As `HistoryStore.edit`, but turns are stored while the edit is computed. If one of them,
@@ -909,7 +911,8 @@ class TurnManager(Turns):
         if (gone := self._deleted.pop(turn, None)) is not None:
             if tokens:
                 shared = min(gone.shared, common_prefix(gone.tokens, tokens))
-                self._erase_kv(gone._replace(tokens=tokens, shared=shared, salt=salt))
+                kept = min(gone.kept, shared)
+                self._erase_kv(Gone(gone.name, gone.thread, tokens, shared, salt, kept))
             elif gone.thread is not None:
                 self._erase_kv(gone)
 
@@ -922,7 +925,7 @@ class TurnManager(Turns):
     def _erase_kv(self, gone: Gone) -> Awaitable[Erasure]:
         kv_id = kv_name(gone.name, gone.thread) if gone.thread is not None else None
         erasing = asyncio.ensure_future(
-            self._erase(Forget(kv_id, gone.tokens, gone.shared, gone.salt))
+            self._erase(Forget(kv_id, gone.tokens, gone.shared, gone.salt, gone.kept))
         )
         size = len(gone.tokens) + FORGET_TOKENS
 

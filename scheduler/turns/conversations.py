@@ -313,6 +313,35 @@ class Conversations:
         self._get(conversation_id)
         self._deletions.begin(self._delete(self._detach(conversation_id), shared, others, salt))
 
+    def cut(
+        self,
+        conversation_id: str,
+        kept: int,
+        shared: int,
+        others: array[int],
+        salt: bytes,
+        now: float,
+    ) -> None:
+        """As `delete`, but the conversation goes on with the first `kept` tokens of `others`, at
+        most `shared` of them, as far as its own log begins with them. It keeps its TTL, its pin,
+        and its claims on their full chunks; nothing is left to claim before `context_start`.
+        """
+        gone = self._get(conversation_id)
+        kept = common_prefix(gone.tokens[:kept], others[:kept]) if salt == gone.salt else 0
+        self._detach(conversation_id)
+        if kept > gone.context_start:
+            full = kept // self._chunk_tokens
+            first = min(gone.first, full)
+            chunks = gone.chunks[: full - first]
+            log = Log(gone.tokens[:kept], gone.context_start, gone.keys[:full], first, chunks, None)
+            rest = Conversation(gone.owner, gone.salt, gone.ttl, now)
+            rest.pinned, rest.pinned_until = gone.pinned, gone.pinned_until
+            rest.chunks = chunks
+            self._by_id[conversation_id] = rest
+            self._take_log(conversation_id, rest, gone.salt, log, now)
+            self._change_claims(rest)
+        self._deletions.begin(self._delete(gone, shared, others, salt))
+
     def _delete(
         self, gone: Conversation, shared: int, others: array[int] | None, salt: bytes
     ) -> Pieces:

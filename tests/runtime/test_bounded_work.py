@@ -247,9 +247,11 @@ class Story:
         elif kind == "forget":
             log = left.pop(name) if name else ids(random, size(random))
             other = ids(random, 40) if random.random() < 0.3 else log
-            yield Forget(name or None, other, random.choice((0, len(log) // 2)), b"")
+            shared = random.choice((0, len(log) // 2))
+            kept = random.randint(0, shared) if random.random() < 0.5 else 0
+            yield Forget(name or None, other, shared, b"", kept)
             if name and random.random() < 0.5:
-                left[name] = array("i")
+                left[name] = log[:kept]
 
 
 def play(seed: int, most: int, operations: Counter[str]) -> tuple[Loop, int]:

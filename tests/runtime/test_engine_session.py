@@ -148,13 +148,17 @@ def test_changes_and_deletions_of_conversations():
     conversations = session.scheduler.conversations
     assert "b" in conversations and "c" not in conversations
     tokens = conversations.tokens("a")
+    session.change(Keep("a", None, 1000.0))
+    session.forget(Forget("a", tokens, 8, b"", 8), lambda erasure: answers.append(("cut", erasure)))
+    assert conversations.tokens("a") == tokens[:8] and conversations.get("a").pinned
     session.forget(Forget("a", tokens, 0, b""), lambda erasure: answers.append(("a", erasure)))
     session.forget(
         Forget(None, tokens, 0, b"other"), lambda erasure: answers.append((None, erasure))
     )
-    while len(answers) < 2:
+    while len(answers) < 3:
         session.step()
-    assert answers == [("a", Erasure.WHOLLY), (None, Erasure.WHOLLY)] and "a" not in conversations
+    assert answers == [(what, Erasure.WHOLLY) for what in ("cut", "a", None)]
+    assert "a" not in conversations
 
 
 def test_the_end_of_a_session_keeps_what_another_one_uses():

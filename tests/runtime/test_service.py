@@ -95,6 +95,11 @@ class Conversations:
     def delete(self, name: str, shared: int, others: array[int], salt: bytes) -> None:
         self._scheduler.calls.append(("delete", name, shared, others, salt))
 
+    def cut(
+        self, name: str, kept: int, shared: int, others: array[int], salt: bytes, now: float
+    ) -> None:
+        self._scheduler.calls.append(("cut", name, kept, shared, others, salt))
+
 
 @pytest.fixture
 def scheduler() -> Scheduler:
@@ -179,6 +184,7 @@ def test_a_deletion_erases_active_and_inactive_conversations(
     scheduler.stored = {"active": tokens}
     service._take(Forget("active", tokens, 0, b"s"))
     service._take(Forget("active", tokens, 9, b"s"))
+    service._take(Forget("active", tokens, 9, b"s", 8))  # an edit
     service._take(Forget("stored", tokens, 0, b"s"))
     # nine tokens are another's too: two whole chunks
     service._take(Forget("fork", tokens, 9, b"s"))
@@ -187,6 +193,7 @@ def test_a_deletion_erases_active_and_inactive_conversations(
     assert scheduler.calls == [
         ("delete", "active", 0, tokens, b"s"),
         ("delete", "active", 9, tokens, b"s"),
+        ("cut", "active", 8, 9, tokens, b"s"),
         ("erase", whole),
         ("erase", whole[2:]),
         ("erase", whole[2:]),

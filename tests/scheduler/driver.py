@@ -211,4 +211,9 @@ class Driver(Harness):
         if self.logs and self.random.random() < 0.5:
             name, other = self.random.choice(list(self.logs)), self.random.choice(list(self.logs))
             shared = common_prefix(self.logs[name], self.logs[other]) if other != name else 0
-            self.delete(name, shared * (self.random.random() < 0.5))
+            draw = self.random.random()
+            if draw < 0.2:
+                kept = int(5 * draw * len(self.logs[name]))
+                self.cut(name, kept, max(kept, shared))
+            else:
+                self.delete(name, shared * (draw < 0.5))

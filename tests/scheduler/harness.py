@@ -273,14 +273,27 @@ class Harness:
         self._delete(name, shared)
         self.counts["deletes"] += 1
 
-    def _delete(self, name, shared=0):
+    def cut(self, name, kept, shared=None):
+        """An edit leaves the conversation its first `kept` tokens."""
+        self._delete(name, kept if shared is None else shared, kept)
+        self.counts["cuts"] += 1
+
+    def _delete(self, name, shared=0, kept=0):
         conversation = self.scheduler.conversations.get(name)
         all_keys = self.scheduler.lower.keys(conversation.tokens, conversation.salt, shared)
         keys = [key for key in all_keys if key != NO_KEY]
-        self.scheduler.conversations.delete(name, shared)
         self.erasing.append(keys)
-        self.lives.pop(name, None)
-        del self.logs[name]
+        if kept:
+            log, salt = conversation.tokens, conversation.salt
+            self.scheduler.conversations.cut(name, kept, shared, log, salt, self.now)
+        else:
+            self.scheduler.conversations.delete(name, shared)
+        if name in self.scheduler.conversations:
+            self.logs[name] = log[:kept]
+            self._active(name)
+        else:
+            self.lives.pop(name, None)
+            del self.logs[name]
 
     def erase(self, tokens, salt=b""):
         """A conversation of an earlier life, of these tokens, is deleted. Returns the keys that it

@@ -217,12 +217,12 @@ class SharedDriver(WithSharedTier, Driver):
     def answered(self):
         return [question for question in self.device.questions if self.random.random() < 0.6]
 
-    def _delete(self, name, shared=0):
+    def _delete(self, name, shared=0, kept=0):
         find = self.scheduler._store.find
         conversation = self.scheduler.conversations.get(name)
         claimed = {chunk.key for chunk in conversation.chunks if chunk.claims > 1 or chunk.users}
         own = set(conversation.keys) - claimed
-        super()._delete(name, shared)
+        super()._delete(name, shared, kept)
         for key in self.erasing[-1]:
             if key in own and not (find(key) and find(key).claims > 1):
                 for one in (key, state_key(key)):

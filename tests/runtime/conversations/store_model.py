@@ -183,6 +183,8 @@ class StoreModel:
         self.state.conversations[name] = edited
         if line and parent != line[0]:
             gone = self._gone(name, conversation)
+            kept = min(gone.shared, common_prefix(gone.tokens, whole.tokens))
+            gone = gone._replace(kept=kept)
             self.state.expired += [gone] if gone.shared < len(gone.tokens) else []
         return edited
 

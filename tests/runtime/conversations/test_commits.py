@@ -43,7 +43,7 @@ class WholeSearch(HistoryStore):
             common = sys.maxsize
             if line and not whole.messages:
                 common = common_prefix(line[-1].turn.transcript().tokens, whole.tokens)
-            for number, _, digest, turn in reversed(line):
+            for number, _, digest, turn, _ in reversed(line):
                 log = turn.kept + len(turn.tokens)
                 if digest in beginnings and log <= common:
                     if (beginnings[digest], log) > longest:

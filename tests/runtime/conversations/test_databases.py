@@ -535,6 +535,25 @@ def test_a_damaged_file_does_not_recover_after_it_was_moved(tmp_path: Path) -> N
     store.close()
 
 
+def test_a_turn_that_ends_while_the_file_is_moved_holds_its_conversation_no_longer(
+    tmp_path: Path,
+) -> None:
+    path, away = tmp_path / "history.sqlite", tmp_path / "away"
+    store = HistoryStore(path)
+    name = Name("", "a")
+    store.commit(name, transcript("0", "1"), 1.0)
+    opening = store.admit([name], 2.0, b"1", alone=True)
+    path.rename(away)
+    more = transcript("0", "1", "2", "3")
+    refused(ErrorKind.STORAGE_FULL, store.commit, name, more, 3.0, b"", None, opening)
+    store.release(b"1")
+    away.rename(path)
+    store.recover()
+    assert not store.in_flight(name, 4.0)
+    store.commit(name, more, 4.0, opening=store.admit([name], 4.0, b"2", alone=True))
+    store.close()
+
+
 def test_a_file_whose_directory_is_no_directory_any_more_is_moved(tmp_path: Path) -> None:
     directory = tmp_path / "state"
     store = HistoryStore(directory / "history.sqlite")

@@ -19,7 +19,9 @@ import psycopg
 import pytest
 
 from pensieve.runtime.conversations import databases
+from pensieve.runtime.conversations import store as store_module
 from pensieve.runtime.conversations.databases import stored_tokenizer
+from pensieve.runtime.conversations.lines import first_turn
 from pensieve.runtime.conversations.schema import Gone, Name, Opening
 from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.conversations.transcript import OTHERS, Message, Transcript
@@ -354,16 +356,24 @@ def test_a_title_is_how_the_first_message_begins_and_a_fork_has_it_too(store: Hi
     ]
 
 
-def test_long_messages_without_tokens_are_not_kept_in_memory(store: HistoryStore) -> None:
-    """The memory of lines is counted in tokens."""
+def test_the_memory_of_lines_counts_long_messages_without_tokens(store: HistoryStore) -> None:
+    dropped = Message(role="assistant", content="x", reasoning_content="t" * 4000)
+    hidden = replace(FIRST, messages=(*FIRST.messages[:-1], dropped))
+    store.commit(A, hidden, 1.0)
+    assert 1000 < store._cached_size == sum(line.size for line in store._lines.values()) < 1300
+    store.edit(A, 2.0, lambda messages: [*messages, {"role": "user", "content": "x" * 8000}])
+    assert stored(store, A).messages[:-1] == hidden.messages
+    assert 3000 < store._cached_size == sum(line.size for line in store._lines.values()) < 3500
+
+
+def test_a_line_that_is_too_large_pushes_no_other_out_of_memory(
+    store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "MOST_CACHED", 1000)
     store.commit(A, FIRST, 1.0)
-    store.edit(A, 2.0, lambda messages: [*messages, {"role": "user", "content": "x" * 1000}])
-    assert stored(store, A).messages[:-1] == FIRST.messages
-    assert not store._lines and not store._cached_size
-    store.commit(A, LONGER, 3.0)
-    assert len(store._lines) == 1
-    store.commit(A, LONGER, 4.0)  # an equal reply has no tokens either
-    assert len(store._lines) == 1
+    store.create(B, 1.0, first_turn(dialogue("x" * 4000)))
+    assert len(stored(store, B).messages) == 1
+    assert [line.whole for line in store._lines.values()] == [FIRST]
 
 
 def test_a_deletion_uncovers_no_completion(store: HistoryStore) -> None:

@@ -16,6 +16,7 @@ from pensieve.runtime.conversations.transcript import (
     StoredTurn,
     TextPieces,
     Transcript,
+    characters,
     common_beginning,
     dialogue_keys,
     spliced,
@@ -150,6 +151,11 @@ def test_what_is_known_of_a_prompt_are_the_ids_that_its_log_had_kv_of():
     assert [stored_tokens(turn(0), array("i", prompt)) for prompt in prompts] == [3, 3, 3, 2, 0]
     assert stored_tokens(turn(OTHERS), array("i", prompts[0])) == 0, "ids of another tokenizer"
     assert stored_tokens(None, array("i", prompts[0])) == 0
+
+
+def test_items_without_tokens_had_no_kv():
+    items = StoredTurn.behind(None, Transcript((user("a"),), array("i"), "", 0))
+    assert stored_tokens(items, array("i", [1, 2])) == 0
 
 
 def test_a_stop_string_inside_a_token_leaves_the_rest_of_its_text_to_the_tokenizer():
@@ -447,7 +453,41 @@ def test_recent_turns_are_bounded_and_the_oldest_go_first_leaves_before_roots():
         dialogue = [user(str(number)), assistant("x")]
         recent.add(dialogue_keys("", dialogue), plain_turn(None, dialogue))
     assert recent.find(dialogue_keys("", dialogues[10])) is root
-    assert recent._tokens == sum(len(turn.tokens) for turn in recent._turns.values()) <= 100
+    assert recent._tokens == sum(weight for _, weight in recent._turns.values()) == 100
+
+
+def test_recent_turns_count_messages_that_the_template_leaves_out():
+    recent = RecentTurns(most_tokens=100)
+    dialogues = [
+        [user(f"{number}"), assistant("x") | {"reasoning_content": "t" * 120}]
+        for number in range(4)
+    ]
+    for dialogue in dialogues:
+        recent.add(dialogue_keys("", dialogue), plain_turn(None, dialogue))
+    assert [recent.find(dialogue_keys("", dialogue)) is not None for dialogue in dialogues] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    longer = [*dialogues[3], user("y"), assistant("z")]
+    past = recent.find(dialogue_keys("", longer))
+    recent.add(dialogue_keys("", longer), plain_turn(past, longer, 30))
+    assert recent.find(dialogue_keys("", dialogues[2])) is None
+    assert recent._tokens == sum(weight for _, weight in recent._turns.values()) <= 100
+
+
+@pytest.mark.parametrize(
+    ("value", "count"),
+    [
+        ("four", 4),
+        ({"role": "user", "content": None}, 15),
+        ([{"a": ["b", "cd"]}, {"a": {"e": 1.5}}], 6),
+        ((), 0),
+    ],
+)
+def test_characters_are_those_of_all_texts_and_keys(value, count):
+    assert characters(value) == count
 
 
 def test_a_title_is_one_line_of_the_first_text_of_the_user():

@@ -11,6 +11,7 @@ from collections.abc import Coroutine, Sequence
 
 import pytest
 
+from pensieve.runtime.conversations import lines as lines_module
 from pensieve.runtime.conversations import turns as turns_module
 from pensieve.runtime.conversations.schema import Name
 from pensieve.runtime.conversations.store import HistoryStore
@@ -117,6 +118,33 @@ def test_a_conversation_that_was_made_anew_keeps_its_claims_when_an_old_turn_end
         await settled()
         _, of_old = told
         assert of_old.conversation is None and of_old.tokens == LOG[:20] + array("i", [3])
+        await turns.close()
+
+    run(work())
+
+
+def test_an_edit_leaves_the_loop_the_beginning_that_stays(told: Told) -> None:
+    name = Name("key", "c")
+    words = ("a", "b", "c", "d", "e", "f")
+
+    async def work() -> None:
+        turns = manager(told)
+        logs = [transcript(*words[:count]) for count in (2, 4, 6)]
+        for whole in logs:
+            turn = await turns.open_completion("key", "c", whole.tokens)
+            turn.messages, turn.text, turn.inside = whole.messages, whole.text, whole.inside
+            await turn.commit([], "", None, SALT)
+            if whole is logs[1]:
+                await turns.fork(name, "fork")
+        open_turn = await turns.open_completion("key", "c", logs[0].tokens[:4])
+        await turns.edit(name, lambda messages: messages[:2])
+        open_turn.close([7] * 9, SALT)
+        await settled()
+        edit, own = told
+        assert (edit.tokens, edit.shared, edit.kept) == (logs[2].tokens, 12, 6)
+        assert (own.shared, own.kept, own.conversation) == (4, 4, edit.conversation)
+        await turns.delete(name)
+        assert told[-1].kept == 0
         await turns.close()
 
     run(work())
@@ -335,6 +363,33 @@ def test_turns_are_stored_while_an_edit_is_computed(told: Told) -> None:
             assert words == (["hello", "slow", "quick", "slow"] if changed else ["hello", "slow"])
             assert calls == ([2, 3] if changed else [1])
             calls.clear()
+        await turns.close()
+
+    run(work())
+
+
+def test_turns_are_stored_while_a_conversation_is_made_of_items(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = dialogue("hello", "you")
+    stored = threading.Event()
+
+    def slow(owner: str, messages: Sequence[Message]) -> list[bytes]:
+        if messages == items:
+            assert stored.wait(30), "the histories do nothing else meanwhile"
+        return dialogue_keys(owner, messages)
+
+    async def work() -> None:
+        turns = manager(told)
+        monkeypatch.setattr(lines_module, "dialogue_keys", slow)
+        creation = asyncio.create_task(turns.create(Name("key", "c"), items, "{}"))
+        await settled()
+        await say(turns, "d", LOG)
+        stored.set()
+        created = await creation
+        assert (created.title, created.body, created.tokens) == ("hello", "{}", 0)
+        conversation, transcript = await turns.load(Name("key", "c"))
+        assert conversation == created and transcript.messages == items
         await turns.close()
 
     run(work())

@@ -97,6 +97,40 @@ def test_delete_keeps_inactive_conversations_chunks_and_drops_an_abandoned_branc
     scheduler.check()
 
 
+def test_a_conversation_that_is_cut_keeps_its_times_and_the_claims_on_what_stays():
+    harness = Harness()
+    harness.turn(range(18), 2, "a")
+    harness.fork("a", "b")
+    harness.keep("a", 50.0, harness.now + 40.0)
+    before, log = conversation(harness, "a"), harness.logs["a"]
+    chunks, tail = before.chunks, before.tail
+    harness.cut("a", 10)
+    after = conversation(harness, "a")
+    assert after.tokens == log[:10] and after.chunks == chunks[:2]
+    assert (after.ttl, after.pinned_until) == (50.0, before.pinned_until)
+    assert [(chunk.claims, chunk.pins) for chunk in chunks] == [(2, 1), (2, 1), (1, 0), (1, 0)]
+    assert not tail.resident
+    harness.delete("b")
+    assert [chunk.resident for chunk in chunks] == [True, True, False, False]
+    harness.check()
+    assert harness.turn([*log[:10], 70], 2, "a")["gpu"] == 8
+    assert conversation(harness, "a").pinned
+    harness.drain()
+
+
+def test_a_cut_keeps_only_what_the_log_begins_with():
+    harness = Harness()
+    harness.turn(range(18), 2, "a")
+    left = harness.logs["a"]
+    harness.turn([*range(10), *range(70, 78)], 2, "a")
+    conversations = harness.scheduler.conversations
+    conversations.cut("a", 16, 16, left, b"", harness.now)
+    assert conversation(harness, "a").tokens == left[:10]
+    conversations.cut("a", 8, 8, left, b"other", harness.now)
+    assert conversation(harness, "a") is None
+    harness.scheduler.check()
+
+
 def test_a_conversation_deleted_while_its_turn_runs_begins_anew_with_that_turn():
     harness = Harness()
     harness.turn(range(18), 2, "a")
