@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from array import array
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,7 @@ from .auth import OWNER, KeyCheck
 from .connection_limits import WRITE
 from .conversations import add_conversations
 from .event_sender import Write, write_nothing
+from .json_response import json_response
 from .limits import (
     BodyLimit,
     ClientErrors,
@@ -89,6 +90,7 @@ TOKENS_LEFT_OUT = (
     "session %r: the count of remaining tokens is left out of its system texts, because it changes "
     "in each prompt (said once); --keep-tokens-left keeps it"
 )
+MOST_TOKENS_HERE = 16384  # of an answer that the event loop's thread writes
 MOST_OF_PATH = 200  # characters of a path that an error repeats
 REQUEST_ID = "x-request-id"  # header with the id of the answer and of its log line
 
@@ -139,11 +141,21 @@ class Answer(Response):
             else:
                 await stream.each(partial(_add_all, replies))
                 await self._commit(replies)
-                whole = self._call.writer.whole(list(replies.values()))
-                await JSONResponse(whole, headers=self._answer_headers)(scope, receive, send)
+                response = await self._whole(list(replies.values()))
+                await response(scope, receive, send)
         finally:
             watch.cancel()
             stream.close()
+
+    async def _whole(self, replies: Sequence[Reply]) -> Response:
+        """The answer of a call that does not stream, made in another thread if that may take
+        long."""
+        writer = self._call.writer
+        if not _is_long(replies):
+            return JSONResponse(writer.whole(replies), headers=self._answer_headers)
+        return await asyncio.to_thread(
+            lambda: json_response(writer.whole(replies), self._answer_headers)
+        )
 
     @property
     def _answer_headers(self) -> dict[str, str]:
@@ -218,6 +230,15 @@ def _add_all(replies: Mapping[int, Reply], outputs: list[RowResult]) -> bool:
     for output in outputs:
         replies[output.request].add(output)
     return all(reply.finish is not None for reply in replies.values())
+
+
+def _is_long(replies: Sequence[Reply]) -> bool:
+    """True for log probabilities, of which one token may have 21, and for many tokens: the answer
+    may have the ids of all."""
+    if any(reply.logprobs or reply.prompt_logprobs for reply in replies):
+        return True
+    tokens = sum(len(reply.request.prompt) + len(reply.tokens) for reply in replies)
+    return tokens > MOST_TOKENS_HERE
 
 
 def _no_route(request: HTTPRequest, error: HTTPException) -> str:
