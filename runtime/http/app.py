@@ -31,7 +31,7 @@ from ...scheduler.types import LABELS, ErrorKind, RequestError, RowResult
 from ..conversations.store import HistoryStore
 from ..conversations.turns import TurnManager, Turns
 from ..frontend.bodies import ChatBody, CompletionBody
-from ..frontend.calls import GenerationCall, answering
+from ..frontend.calls import Caller, GenerationCall, answering
 from ..frontend.engine_client import ClientGone, EngineClient, EngineStreams, OutputStream
 from ..frontend.errors import ANTHROPIC_VERSION, error_response
 from ..frontend.generate import Generate
@@ -350,7 +350,7 @@ def add_generation(
             body = given.without_tokens_left()
             left_out = body is not given
         if isinstance(body, ResponseBody):
-            body = await with_stored_items(body, histories, caller.owner)
+            body = await with_items(body, caller)
         # a thread: a body of the largest size takes a second
         generate = await asyncio.to_thread(body.generate)
         if left_out:
@@ -404,13 +404,16 @@ def add_generation(
         (prompt,) = await prompts_of(MessageBody, request)
         return rendered(prompt)
 
+    async def with_items(body: ResponseBody, caller: Caller) -> ResponseBody:
+        return await with_stored_items(body, histories, caller.owner, settings.max_body_bytes)
+
     async def prompts_of(
         kind: type[CompletionBody | ChatBody | ResponseBody | PromptBody], request: HTTPRequest
     ) -> list[array[int]]:
         body = await read_body(kind, request)
         check_model(body.model, ready)
         if isinstance(body, ResponseBody):
-            body = await with_stored_items(body, histories, caller_of(request).owner)
+            body = await with_items(body, caller_of(request))
         if isinstance(body, PromptBody) and not settings.keep_tokens_left:
             body = body.without_tokens_left()
         generate = await asyncio.to_thread(body.generate)
