@@ -45,7 +45,7 @@ from .auth import OWNER, KeyCheck
 from .connection_limits import WRITE
 from .conversations import add_conversations
 from .event_sender import Write, write_nothing
-from .json_response import json_response
+from .json_response import json_response, long_json_response
 from .limits import (
     BodyLimit,
     ClientErrors,
@@ -391,18 +391,19 @@ def add_generation(
         return {"input_tokens": len(prompt)}
 
     @app.post("/v1/completions/render")
-    async def render_completion(request: HTTPRequest) -> list[dict[str, Any]]:
-        return [rendered(prompt) for prompt in await prompts_of(CompletionBody, request)]
+    async def render_completion(request: HTTPRequest) -> Response:
+        prompts = await prompts_of(CompletionBody, request)
+        return await long_json_response([rendered(prompt) for prompt in prompts])
 
     @app.post("/v1/chat/completions/render")
-    async def render_chat(request: HTTPRequest) -> dict[str, Any]:
+    async def render_chat(request: HTTPRequest) -> Response:
         (prompt,) = await prompts_of(ChatBody, request)
-        return rendered(prompt)
+        return await long_json_response(rendered(prompt))
 
     @app.post("/v1/messages/render")
-    async def render_messages(request: HTTPRequest) -> dict[str, Any]:
+    async def render_messages(request: HTTPRequest) -> Response:
         (prompt,) = await prompts_of(MessageBody, request)
-        return rendered(prompt)
+        return await long_json_response(rendered(prompt))
 
     async def with_items(body: ResponseBody, caller: Caller) -> ResponseBody:
         return await with_stored_items(body, histories, caller.owner, settings.max_body_bytes)

@@ -29,7 +29,7 @@ def json_response(value: Any, headers: Mapping[str, str] | None = None) -> Respo
 
 
 async def long_json_response(value: Any) -> Response:
-    """As `json_response`, made in another thread."""
+    """As `json_response`, in another thread."""
     return await asyncio.to_thread(json_response, value)
 
 

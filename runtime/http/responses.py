@@ -36,6 +36,7 @@ from .response_items import (
     ReferenceItem,
     messages_of,
     response_of,
+    says_nothing,
 )
 from .response_tools import ChosenTools, ToolChoice, Tools, chosen_tools, own_tools
 from .response_writer import About, ResponseWriter
@@ -133,7 +134,7 @@ class ResponseBody(GenerationBody):
                 "a response goes on from previous_response_id or from conversation",
                 "previous_response_id",
             )
-        if not self.input and not self._counts_without_input():
+        if all(map(says_nothing, self.input)) and not self._counts_without_input():
             raise RequestError(ErrorKind.INVALID, "the input is empty", "input")
         if self.max_tokens is not None:
             raise RequestError(

@@ -11,12 +11,14 @@ import pytest
 
 from pensieve.runtime.frontend.logprobs import LogprobsWriter
 from pensieve.runtime.frontend.reply import CompletionWriter
+from pensieve.runtime.http import json_response as json_module
 from pensieve.runtime.http.json_response import (
     LONGEST_LIST,
     SLICE,
     json_response,
     pieces,
 )
+from pensieve.runtime.text.tokenizer import Tokenizer
 
 from ..served import CHAT, run, serve
 
@@ -70,10 +72,43 @@ def test_another_thread_writes_a_long_answer(
     run(work())
 
 
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "hello", "return_token_strs": True}),
+        ("/detokenize", {"tokens": [65, 66]}),
+        (f"{COMPLETIONS}/render", {"prompt": "hello"}),
+        (f"{CHAT}/render", {"messages": MESSAGES}),
+        ("/v1/messages/render", {"model": "fake", "messages": MESSAGES, "max_tokens": 5}),
+        ("/v1/conversations/c/items", {"items": MESSAGES}),
+    ],
+)
+def test_another_thread_writes_what_may_be_long(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            await server.post("/v1/conversations", id="c")
+            written = Threads(monkeypatch, json_module, "pieces")
+            named = Threads(monkeypatch, Tokenizer, "pieces")
+            answer = await server.post(path, **body)
+            assert written.is_another
+            if "token_strs" in answer:
+                assert named.is_another
+            if "items" in path:
+                assert await server.ask("GET", path) == answer
+                assert written.is_another
+
+    run(work())
+
+
 def test_what_choices_share_is_made_once_for_each_prompt(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = [
+    counted = [
         Threads(monkeypatch, LogprobsWriter, name) for name in ("offsets", "prompt", "completion")
     ]
 
@@ -82,7 +117,7 @@ def test_what_choices_share_is_made_once_for_each_prompt(
             prompts = [PROMPT, PROMPT[1:], PROMPT[2:]]
             body = dict(echo=True, logprobs=2, prompt_logprobs=1, return_token_ids=True)
             answer = await server.post(COMPLETIONS, prompt=prompts, n=4, **body)
-            assert [len(calls.seen) for calls in made] == [3, 3, 3 + 12]
+            assert [len(calls.seen) for calls in counted] == [3, 3, 3 + 12]
             for at, prompt in enumerate(prompts):
                 alone = await server.post(COMPLETIONS, prompt=prompt, **body)
                 choices = answer["choices"][4 * at : 4 * at + 4]
