@@ -361,7 +361,7 @@ Input = Annotated[
 ]
 
 
-def says_nothing(item: Item) -> bool:
+def says_nothing(item: Item | LeftOut) -> bool:
     """True for thoughts that only another provider can read."""
     return isinstance(item, ReasoningItem) and not item.text
 
