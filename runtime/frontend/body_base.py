@@ -19,6 +19,7 @@ Affinity = Annotated[str, StringConstraints(max_length=1000)]
 """A name of requests with a common beginning; an empty one is none."""
 
 MOST_NAMED = 16  # the most ignored fields that are named
+MOST_UNKNOWN = 1024  # of one object: each is compared with the project's own fields
 LONGEST_NAME = 64
 LIKE = 0.85  # difflib's ratio of "histroy" to "history" is 0.857
 
@@ -46,6 +47,7 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             return data
         kept = {}
+        unknown = 0
         field_names = cls._names()
         for name, value in data.items():
             if (value is None and not cls.KEEPS_NULL) or name in cls.IGNORED:
@@ -69,6 +71,10 @@ class Body(BaseModel):
                         ErrorKind.INVALID, f"{reason}: put {fields} into the body itself", name
                     )
                 cls._ignore(name, info.context)
+                unknown += 1
+                if unknown > MOST_UNKNOWN and cls.OWN:
+                    reason = f"more than {MOST_UNKNOWN} fields are none that this server knows"
+                    raise RequestError(ErrorKind.INVALID, reason, name)
                 continue
             kept[name] = value
         return kept
@@ -77,18 +83,25 @@ class Body(BaseModel):
     def _ignore(cls, name: str, ignored: list[str] | None) -> None:
         """Adds the name, in letters that a header may contain. Raises RequestError if the field
         must not be ignored."""
-        if ignored is not None and len(ignored) >= MOST_NAMED:
-            return
-        timed = f"{name}_s"  # without its unit
-        near = [timed] if timed in cls.OWN else difflib.get_close_matches(name, cls.OWN, 1, LIKE)
-        if ignored is None or near:
-            hint = f"; did you mean {near[0]}?" if near else ""
+        near = cls._own_like(name)
+        if ignored is None or near is not None:
+            hint = f"; did you mean {near}?" if near is not None else ""
             raise RequestError(
                 ErrorKind.INVALID, f"{name} is not a field that this server knows{hint}", name
             )
         plain = header_name(name)
-        if plain not in ignored:
+        if plain not in ignored and len(ignored) < MOST_NAMED:
             ignored.append(plain)
+
+    @classmethod
+    def _own_like(cls, name: str) -> str | None:
+        """The project's own field that this name resembles, if there is one."""
+        timed = f"{name}_s"  # without its unit
+        if timed in cls.OWN:
+            return timed
+        if not cls.OWN:
+            return None
+        return next(iter(difflib.get_close_matches(name[:LONGEST_NAME], cls.OWN, 1, LIKE)), None)
 
     @classmethod
     def _names(cls) -> set[str]:

@@ -33,7 +33,7 @@ class LogprobsWriter:
 
     def completion(
         self, tokens: Sequence[int], entries: Sequence[TokenLogprobs | None], offsets: Sequence[int]
-    ) -> dict[str, Any]:
+    ) -> dict[str, list[Any]]:
         """A completion choice's `logprobs`; None stands for a prompt's first token, which has no
         probability."""
         tops = [

@@ -290,6 +290,14 @@ class Style:
     thoughts: bool = True
 
 
+class PromptParts(NamedTuple):
+    """What all choices of one prompt have in common: `fields` of each, and with `echo` the
+    beginning of their `logprobs`."""
+
+    fields: dict[str, Any]
+    logprobs: dict[str, list[Any]]
+
+
 class CompletionWriter:
     """text_completion objects. Stream events are formatted by hand: there are thousands per
     second."""
@@ -306,11 +314,13 @@ class CompletionWriter:
         self._tail = '}],"usage":null}\n\n' if style.include_usage else "}]}\n\n"
 
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        """The answer of a call that does not stream."""
-        choices = [
-            self._choice(index, reply, replies[index - reply.request.choice])
-            for index, reply in enumerate(replies)
-        ]
+        """The answer of a call that does not stream. With log probabilities this takes seconds for
+        a long prompt or many choices. It may run in another thread."""
+        choices = []
+        for index, reply in enumerate(replies):
+            if reply.request.choice == 0:
+                prompt = self._prompt_parts(reply)
+            choices.append(self._choice(index, reply, prompt))
         return {
             **self._object(self.WHOLE),
             "choices": choices,
@@ -394,32 +404,38 @@ class CompletionWriter:
             return {}
         return {"prompt_logprobs": writer.prompt(first.request.prompt, first.prompt_logprobs)}
 
-    def _choice(self, index: int, reply: Reply, first: Reply) -> dict[str, Any]:
-        """`first`: choice 0 of the same prompt; only it has the log probabilities of the prompt."""
+    def _prompt_parts(self, first: Reply) -> PromptParts:
+        """`first`: choice 0 of the prompt; only it has the prompt's log probabilities."""
+        prompt = first.request.prompt
+        fields = self._prompt_logprobs(first)
+        if self._style.token_ids:
+            fields["prompt_token_ids"] = prompt.tolist()
+        writer = self._style.logprobs
+        if writer is None or writer.top is None or not self._style.echo:
+            return PromptParts(fields, {})
+        entries = [None, *first.prompt_logprobs]
+        offsets = writer.offsets(prompt, first.echoed)
+        return PromptParts(fields, writer.completion(prompt, entries, offsets))
+
+    def _choice(self, index: int, reply: Reply, prompt: PromptParts) -> dict[str, Any]:
         choice = {
             "index": index,
             "text": reply.echoed + "".join(reply.texts),
-            "logprobs": self._whole_logprobs(reply, first),
+            "logprobs": self._whole_logprobs(reply, prompt),
             "finish_reason": reply.finish,
             "stop_reason": reply.stop_reason,
-            **self._prompt_logprobs(first),
+            **prompt.fields,
         }
         if self._style.token_ids:
-            choice |= {"prompt_token_ids": reply.request.prompt.tolist(), "token_ids": reply.tokens}
+            choice["token_ids"] = reply.tokens
         return choice
 
-    def _whole_logprobs(self, reply: Reply, first: Reply) -> dict[str, Any] | None:
+    def _whole_logprobs(self, reply: Reply, prompt: PromptParts) -> dict[str, Any] | None:
         writer = self._style.logprobs
-        tokens = reply.tokens
-        prompt = reply.request.prompt
         if writer is None or writer.top is None:
             return None
-        if not self._style.echo:
-            return writer.completion(tokens, reply.logprobs, reply.offsets)
-        entries = [None, *first.prompt_logprobs, *reply.logprobs]
-        return writer.completion(
-            [*prompt, *tokens], entries, [*writer.offsets(prompt, reply.echoed), *reply.offsets]
-        )
+        own = writer.completion(reply.tokens, reply.logprobs, reply.offsets)
+        return {name: [*prompt.logprobs.get(name, ()), *values] for name, values in own.items()}
 
 
 class ChatWriter(CompletionWriter):
@@ -471,7 +487,10 @@ class ChatWriter(CompletionWriter):
         assert self._style.logprobs is not None
         return self._style.logprobs.chat(piece.result.tokens, piece.result.logprobs)
 
-    def _choice(self, index: int, reply: Reply, first: Reply) -> dict[str, Any]:
+    def _prompt_parts(self, first: Reply) -> PromptParts:
+        return PromptParts({}, {})
+
+    def _choice(self, index: int, reply: Reply, prompt: PromptParts) -> dict[str, Any]:
         content = "".join(reply.content)
         writer = self._style.logprobs
         logprobs = None

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from array import array
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from ...scheduler.types import LABELS, ErrorKind, RequestError, RowResult
 from ..conversations.store import HistoryStore
 from ..conversations.turns import TurnManager, Turns
 from ..frontend.bodies import ChatBody, CompletionBody
-from ..frontend.calls import GenerationCall, answering
+from ..frontend.calls import Caller, GenerationCall, answering
 from ..frontend.engine_client import ClientGone, EngineClient, EngineStreams, OutputStream
 from ..frontend.errors import ANTHROPIC_VERSION, error_response
 from ..frontend.generate import Generate
@@ -45,6 +45,7 @@ from .auth import OWNER, KeyCheck
 from .connection_limits import WRITE
 from .conversations import add_conversations
 from .event_sender import Write, write_nothing
+from .json_response import json_response, long_json_response
 from .limits import (
     BodyLimit,
     ClientErrors,
@@ -89,6 +90,7 @@ TOKENS_LEFT_OUT = (
     "session %r: the count of remaining tokens is left out of its system texts, because it changes "
     "in each prompt (said once); --keep-tokens-left keeps it"
 )
+MOST_TOKENS_HERE = 16384  # of an answer that the event loop's thread writes
 MOST_OF_PATH = 200  # characters of a path that an error repeats
 REQUEST_ID = "x-request-id"  # header with the id of the answer and of its log line
 
@@ -139,11 +141,21 @@ class Answer(Response):
             else:
                 await stream.each(partial(_add_all, replies))
                 await self._commit(replies)
-                whole = self._call.writer.whole(list(replies.values()))
-                await JSONResponse(whole, headers=self._answer_headers)(scope, receive, send)
+                response = await self._whole(list(replies.values()))
+                await response(scope, receive, send)
         finally:
             watch.cancel()
             stream.close()
+
+    async def _whole(self, replies: Sequence[Reply]) -> Response:
+        """The answer of a call that does not stream, made in another thread if that may take
+        long."""
+        writer = self._call.writer
+        if not _is_long(replies):
+            return JSONResponse(writer.whole(replies), headers=self._answer_headers)
+        return await asyncio.to_thread(
+            lambda: json_response(writer.whole(replies), self._answer_headers)
+        )
 
     @property
     def _answer_headers(self) -> dict[str, str]:
@@ -218,6 +230,15 @@ def _add_all(replies: Mapping[int, Reply], outputs: list[RowResult]) -> bool:
     for output in outputs:
         replies[output.request].add(output)
     return all(reply.finish is not None for reply in replies.values())
+
+
+def _is_long(replies: Sequence[Reply]) -> bool:
+    """True for log probabilities, of which one token may have 21, and for many tokens: the answer
+    may have the ids of all."""
+    if any(reply.logprobs or reply.prompt_logprobs for reply in replies):
+        return True
+    tokens = sum(len(reply.request.prompt) + len(reply.tokens) for reply in replies)
+    return tokens > MOST_TOKENS_HERE
 
 
 def _no_route(request: HTTPRequest, error: HTTPException) -> str:
@@ -329,7 +350,7 @@ def add_generation(
             body = given.without_tokens_left()
             left_out = body is not given
         if isinstance(body, ResponseBody):
-            body = await with_stored_items(body, histories, caller.owner)
+            body = await with_items(body, caller)
         # a thread: a body of the largest size takes a second
         generate = await asyncio.to_thread(body.generate)
         if left_out:
@@ -370,18 +391,22 @@ def add_generation(
         return {"input_tokens": len(prompt)}
 
     @app.post("/v1/completions/render")
-    async def render_completion(request: HTTPRequest) -> list[dict[str, Any]]:
-        return [rendered(prompt) for prompt in await prompts_of(CompletionBody, request)]
+    async def render_completion(request: HTTPRequest) -> Response:
+        prompts = await prompts_of(CompletionBody, request)
+        return await long_json_response([rendered(prompt) for prompt in prompts])
 
     @app.post("/v1/chat/completions/render")
-    async def render_chat(request: HTTPRequest) -> dict[str, Any]:
+    async def render_chat(request: HTTPRequest) -> Response:
         (prompt,) = await prompts_of(ChatBody, request)
-        return rendered(prompt)
+        return await long_json_response(rendered(prompt))
 
     @app.post("/v1/messages/render")
-    async def render_messages(request: HTTPRequest) -> dict[str, Any]:
+    async def render_messages(request: HTTPRequest) -> Response:
         (prompt,) = await prompts_of(MessageBody, request)
-        return rendered(prompt)
+        return await long_json_response(rendered(prompt))
+
+    async def with_items(body: ResponseBody, caller: Caller) -> ResponseBody:
+        return await with_stored_items(body, histories, caller.owner, settings.max_body_bytes)
 
     async def prompts_of(
         kind: type[CompletionBody | ChatBody | ResponseBody | PromptBody], request: HTTPRequest
@@ -389,7 +414,7 @@ def add_generation(
         body = await read_body(kind, request)
         check_model(body.model, ready)
         if isinstance(body, ResponseBody):
-            body = await with_stored_items(body, histories, caller_of(request).owner)
+            body = await with_items(body, caller_of(request))
         if isinstance(body, PromptBody) and not settings.keep_tokens_left:
             body = body.without_tokens_left()
         generate = await asyncio.to_thread(body.generate)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import count
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, StringConstraints
@@ -19,7 +20,7 @@ from ..conversations.transcript import KEPT_IDS, Message, dialogue_keys
 from ..frontend.body_base import Body
 from ..frontend.chat_messages import MOST_MESSAGES
 from ..text.template_form import THOUGHTS, text_of
-from .response_items import Input, item_id
+from .response_items import Input, is_place_id, item_id, place_id
 
 MOST_PAIRS = 16  # of metadata, OpenAI's limit
 
@@ -51,17 +52,27 @@ class AddedItems(Body):
     items: Input = Field(min_length=1)
 
 
-def items_of(messages: Sequence[Message], start: int = 0) -> list[Item]:
-    """The items of a dialogue's messages from this one on, in order."""
-    return [item for items in _items_by_message(messages)[start:] for item in items]
+def items_of(messages: Sequence[Message]) -> list[Item]:
+    """The items of a dialogue, in order."""
+    return [item for items in _items_by_message(messages) for item in items]
+
+
+def added_items(before: Sequence[Message], longer: Sequence[Message]) -> list[Item]:
+    """The items that `with_messages` has added to the dialogue `before`."""
+    if not before:
+        return items_of(longer)
+    last, *new = _items_by_message(longer)[len(before) - 1 :]
+    return [*last[len(_parts(before[-1])) :], *(item for items in new for item in items)]
 
 
 def with_messages(
     messages: Sequence[Message], new: Sequence[Message], most_bytes: int
 ) -> list[Message]:
-    """The dialogue with new messages at its end. Raises RequestError (TOO_LARGE) for a dialogue
-    that a body of `most_bytes` could not hold."""
-    longer = [*messages, *new]
+    """The dialogue with new messages at its end. A reply may come in several requests. Raises
+    RequestError (TOO_LARGE) for a dialogue that a body of `most_bytes` could not hold."""
+    new = _with_free_ids(messages, new)
+    joined = _joined(messages, new[0]) if messages and new else None
+    longer = [*messages, *new] if joined is None else [*messages[:-1], joined, *new[1:]]
     size = len(json.dumps(longer, ensure_ascii=False).encode())
     if len(longer) > MOST_MESSAGES or size > most_bytes:
         raise RequestError(
@@ -69,6 +80,42 @@ def with_messages(
             f"the conversation would be longer than {MOST_MESSAGES} messages or {most_bytes} bytes",
         )
     return longer
+
+
+def _with_free_ids(messages: Sequence[Message], new: Sequence[Message]) -> list[Message]:
+    """The new messages with other ids for calls that have the id of their place in the request, if
+    a call of the dialogue has it too."""
+    taken = {call["id"] for message in messages for call in message.get("tool_calls", ())}
+    used = taken.union(call["id"] for message in new for call in message.get("tool_calls", ()))
+    free = (id for number in count(len(messages)) if (id := place_id(number)) not in used)
+    ids: dict[str, str] = {}
+    renamed = []
+    for message in new:
+        if calls := message.get("tool_calls"):
+            for call in calls:
+                if call["id"] in taken and is_place_id(call["id"]) and call["id"] not in ids:
+                    ids[call["id"]] = next(free)
+            calls = [{**call, "id": ids.get(call["id"], call["id"])} for call in calls]
+            message = {**message, "tool_calls": calls}
+        elif message.get("tool_call_id") in ids:
+            message = {**message, "tool_call_id": ids[message["tool_call_id"]]}
+        renamed.append(message)
+    return renamed
+
+
+def _joined(messages: Sequence[Message], new: Message) -> Message | None:
+    """The dialogue's last message and the new one as one reply, which keeps the ids of its items;
+    None unless it has the items of both in their order."""
+    last = messages[-1]
+    if not last["role"] == new["role"] == "assistant":
+        return None
+    calls = [*last.get("tool_calls", ()), *new.get("tool_calls", ())]
+    joined = {**last, **new, "content": last["content"] or new["content"]}
+    joined |= {"tool_calls": calls} if calls else {}
+    if _parts(joined) != [*_parts(last), *_parts(new)]:
+        return None
+    items = _items_by_message([*messages, new])[-2:]
+    return {**joined, KEPT_IDS: [item["id"] for own in items for item in own]}
 
 
 def without_item(messages: Sequence[Message], id: str) -> list[Message]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request, Response
 from pydantic import Field
 from starlette.convertors import PathConvertor, StringConvertor, register_url_convertor
 
@@ -29,11 +29,13 @@ from .conversation_items import (
     AddedItems,
     Item,
     Metadata,
+    added_items,
     items_of,
     no_item,
     with_messages,
     without_item,
 )
+from .json_response import json_response
 from .request_body import read_body
 from .response_items import ITEM_IDS, Input, ReferenceItem, messages_of
 
@@ -198,25 +200,27 @@ def add_conversations(
         return described(await histories.create(name, messages, metadata))
 
     @router.get("/{id:any}/items")
-    async def list_items(id: str, request: Request) -> dict[str, Any]:
+    async def list_items(id: str, request: Request) -> Response:
         page = Page(request, "include", "include[]")
         _, transcript = await histories.load(Name(owner_of(request), id))
-        items = await asyncio.to_thread(items_of, transcript.messages)
-        return page.of(items)
+        return await asyncio.to_thread(
+            lambda: json_response(page.of(items_of(transcript.messages)))
+        )
 
     @router.post("/{id:any}/items")
-    async def add_items(id: str, request: Request) -> dict[str, Any]:
+    async def add_items(id: str, request: Request) -> Response:
         body = await read_body(AddedItems, request)
         messages = await asyncio.to_thread(new_messages, body.items)
-        whole: list[Message] = []
+        dialogues: list[Sequence[Message]] = []  # before and after
 
-        def add(before: Sequence[Message]) -> list[Message]:
-            whole[:] = with_messages(before, messages, most_bytes)
-            return whole
+        def add(before: Sequence[Message]) -> Sequence[Message]:
+            dialogues[:] = before, with_messages(before, messages, most_bytes)
+            return dialogues[1]
 
         await histories.edit(Name(owner_of(request), id), add)
-        added = await asyncio.to_thread(items_of, whole, len(whole) - len(messages))
-        return listed(added, False)
+        return await asyncio.to_thread(
+            lambda: json_response(listed(added_items(*dialogues), False))
+        )
 
     @router.get("/{id:any}/items/{item:item}")
     async def look_at_item(id: str, item: str, request: Request) -> dict[str, Any]:

@@ -71,6 +71,15 @@ def response_of(item: str) -> str | None:
     return None if written is None else RESPONSE_ID + written[1]
 
 
+def place_id(place: int) -> str:
+    """The id of a call that came without one, by its place among the items."""
+    return f"item_{place}"
+
+
+def is_place_id(id: str) -> bool:
+    return re.fullmatch("item_[0-9]{1,9}", id) is not None
+
+
 def full_name(namespace: str | None, name: str) -> str:
     """The name under which the model sees a tool."""
     return name if namespace is None else f"{namespace}__{name}"
@@ -307,7 +316,7 @@ def _own_item(
     call = read_call(item, fields, ignored)
     call_id = call.id
     if not call_id and call.arguments is not None:
-        call_id = f"item_{at}"
+        call_id = place_id(at)
     output = {"type": "function_call_output", "call_id": call_id, "output": call.result}
     if call.arguments is None:
         return output
@@ -352,26 +361,32 @@ Input = Annotated[
 ]
 
 
+def says_nothing(item: Item | LeftOut) -> bool:
+    """True for thoughts that only another provider can read."""
+    return isinstance(item, ReasoningItem) and not item.text
+
+
 def messages_of(items: Sequence[Item | LeftOut]) -> list[Message]:
     """The messages of a dialogue, in which no item is a reference. Items of replies in a row are
-    one message, except that each of two message items in a row is one."""
+    one message, except that each of two message items in a row is one. Those that say nothing are
+    none."""
     messages: list[Message] = []
     reply: list[Item] = []
     for item in items:
         assert not isinstance(item, ReferenceItem | LeftOut)
         message = _of_others(item)
         second = isinstance(item, MessageItem) and reply and isinstance(reply[-1], MessageItem)
-        if reply and (second or message is not None):
-            messages.append(_reply(reply))
+        if second or message is not None:
+            messages += _reply(reply)
             reply = []
         if message is not None:
             messages.append(message)
         else:
             reply.append(item)
         if isinstance(item, AnsweredCallItem):
-            messages += [_reply(reply), item.result.message()]
+            messages += [*_reply(reply), item.result.message()]
             reply = []
-    return [*messages, _reply(reply)] if reply else messages
+    return messages + _reply(reply)
 
 
 def _of_others(item: Item) -> Message | None:
@@ -383,13 +398,17 @@ def _of_others(item: Item) -> Message | None:
     return None
 
 
-def _reply(items: Sequence[Item]) -> Message:
-    """The assistant's message. Its texts are joined to the original text."""
+def _reply(items: Sequence[Item]) -> list[Message]:
+    """The assistant's message, if the items say anything. Its texts are joined to the original
+    text."""
+    if all(map(says_nothing, items)):
+        return []
     texts = [part.text for item in items if isinstance(item, MessageItem) for part in item.content]
     thoughts = [item.text for item in items if isinstance(item, ReasoningItem)]
-    return Message(
+    message = Message(
         role="assistant",
         content="".join(texts),
         reasoning_content="".join(thoughts) or None,
         tool_calls=[item.call() for item in items if isinstance(item, CallItem)],
     )
+    return [message]

@@ -6,8 +6,10 @@ may continue it.
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -28,11 +30,13 @@ from ..text.tokenizer import Tokenizer
 from .auth import owner_of
 from .response_items import (
     Input,
+    Item,
     Items,
     LeftOut,
     ReferenceItem,
     messages_of,
     response_of,
+    says_nothing,
 )
 from .response_tools import ChosenTools, ToolChoice, Tools, chosen_tools, own_tools
 from .response_writer import About, ResponseWriter
@@ -130,7 +134,7 @@ class ResponseBody(GenerationBody):
                 "a response goes on from previous_response_id or from conversation",
                 "previous_response_id",
             )
-        if not self.input and not self._counts_without_input():
+        if all(map(says_nothing, self.input)) and not self._counts_without_input():
             raise RequestError(ErrorKind.INVALID, "the input is empty", "input")
         if self.max_tokens is not None:
             raise RequestError(
@@ -235,9 +239,12 @@ def _names(tools: Sequence[Tool]) -> frozenset[str]:
 _ITEMS: TypeAdapter[Items] = TypeAdapter(Items)
 
 
-async def with_stored_items(body: ResponseBody, histories: Turns, owner: str) -> ResponseBody:
-    """Returns the body with the items to which its references refer. Raises RequestError
-    (NOT_FOUND) for an id that no item of a stored response has."""
+async def with_stored_items(
+    body: ResponseBody, histories: Turns, owner: str, most_bytes: int
+) -> ResponseBody:
+    """Returns the body with the items to which its references refer. Raises RequestError:
+    NOT_FOUND for an id that no item of a stored response has, TOO_LARGE if these items have more
+    than `most_bytes`, as often as they are referred to."""
     references = [item.id for item in body.input if isinstance(item, ReferenceItem)]
     if not references:
         return body
@@ -254,11 +261,26 @@ async def with_stored_items(body: ResponseBody, histories: Turns, owner: str) ->
                 "to none: send the whole item.",
                 "input",
             )
-    items = [
-        _ITEMS.validate_python([stored[item.id]])[0] if isinstance(item, ReferenceItem) else item
-        for item in body.input
-    ]
+    counts = Counter(references)
+    referred = await asyncio.to_thread(_referred, stored, counts, most_bytes)
+    items = [referred[item.id] if isinstance(item, ReferenceItem) else item for item in body.input]
     return body.model_copy(update={"input": items})
+
+
+def _referred(
+    stored: Mapping[str, Any], counts: Mapping[str, int], most_bytes: int
+) -> dict[str, Item]:
+    """The items by their ids. `counts`: how often each is in the input."""
+    left = most_bytes
+    for id, count in counts.items():
+        left -= count * len(json.dumps(stored[id], ensure_ascii=False).encode())
+        if left < 0:
+            raise RequestError(
+                ErrorKind.TOO_LARGE,
+                f"the items that the references name have more than {most_bytes} bytes together",
+                "input",
+            )
+    return {id: _ITEMS.validate_python([stored[id]])[0] for id in counts}
 
 
 async def _output(histories: Turns, name: Name) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from pydantic import BeforeValidator, Field, model_validator
 
 from ...scheduler.types import ErrorKind, RequestError
@@ -21,6 +21,7 @@ from ..frontend.chat_messages import (
 from ..frontend.request_builder import check_model
 from ..messages import Ready
 from ..text.tokenizer import Tokenizer
+from .json_response import json_response
 from .request_body import read_body
 
 
@@ -65,27 +66,35 @@ def add_tokenize(app: FastAPI, ready: Ready, tokenizer: Tokenizer | None) -> Non
         return tokenizer
 
     @app.post("/tokenize")
-    async def tokenize(request: Request) -> dict[str, Any]:
+    async def tokenize(request: Request) -> Response:
         body = await read_body(TokenizeBody, request)
         check_model(body.model, ready)
-        tokens = await asyncio.to_thread(_tokens, needed(), body)
-        strings = {"token_strs": needed().pieces(tokens)} if body.return_token_strs else {}
-        return {
-            "count": len(tokens),
-            "max_model_len": ready.max_model_len,
-            "tokens": tokens,
-            **strings,
-        }
+        return await asyncio.to_thread(tokenized, needed(), body)
+
+    def tokenized(tokenizer: Tokenizer, body: TokenizeBody) -> Response:
+        tokens = _tokens(tokenizer, body)
+        strings = {"token_strs": tokenizer.pieces(tokens)} if body.return_token_strs else {}
+        return json_response(
+            {
+                "count": len(tokens),
+                "max_model_len": ready.max_model_len,
+                "tokens": tokens,
+                **strings,
+            }
+        )
 
     @app.post("/detokenize")
-    async def detokenize(request: Request) -> dict[str, str]:
+    async def detokenize(request: Request) -> Response:
         body = await read_body(DetokenizeBody, request)
         check_model(body.model, ready)
+        return await asyncio.to_thread(detokenized, needed(), body)
+
+    def detokenized(tokenizer: Tokenizer, body: DetokenizeBody) -> Response:
         if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < ready.vocab_size:
             raise RequestError(
                 ErrorKind.INVALID, f"token ids are from 0 to {ready.vocab_size - 1}", "tokens"
             )
-        return {"prompt": await asyncio.to_thread(needed().decode_all, body.tokens)}
+        return json_response({"prompt": tokenizer.decode_all(body.tokens)})
 
 
 def _tokens(tokenizer: Tokenizer, body: TokenizeBody) -> list[int]:

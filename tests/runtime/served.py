@@ -17,7 +17,7 @@ from pensieve.runtime.conversations.store import HistoryStore
 from pensieve.runtime.conversations.turns import TurnManager
 from pensieve.runtime.frontend.engine_client import EngineClient
 from pensieve.runtime.http.app import create_app
-from pensieve.runtime.http.settings import HTTPSettings, key_digest
+from pensieve.runtime.http.settings import DEFAULTS, HTTPSettings, key_digest
 from pensieve.runtime.messages import Ready, Submit
 from pensieve.runtime.text.tokenizer import Tokenizer
 from pensieve.scheduler.types import Request
@@ -49,6 +49,7 @@ class Served:
         keys: tuple[str, ...],
         strict: bool = False,
         keep_tokens_left: bool = False,
+        max_body_bytes: int = DEFAULTS.max_body_bytes,
         **loop: Any,
     ):
         self.loop = FakeLoop(**dict(answers=spell) | loop)
@@ -57,6 +58,7 @@ class Served:
             api_keys=tuple(map(key_digest, keys)),
             strict_fields=strict,
             keep_tokens_left=keep_tokens_left,
+            max_body_bytes=max_body_bytes,
         )
         tokenizer = Tokenizer.load(directory)
         self.store = HistoryStore(path)

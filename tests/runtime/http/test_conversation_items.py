@@ -316,6 +316,121 @@ def test_items_that_cannot_be_added_or_deleted(serve: Any) -> None:
     run(work())
 
 
+def function_call(id: str) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": id, "name": "f", "arguments": "{}"}
+
+
+def output(id: str) -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": id, "output": "o"}
+
+
+CODE = {"type": "code_interpreter_call", "code": "1", "outputs": []}
+THOUGHT = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "a"}]}
+UNREADABLE = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"}
+REPLY = {"role": "assistant", "content": "hm"}
+
+
+async def added(server: Served, conversation: str, *requests: list[Any]) -> list[Any]:
+    """Adds items in these requests. Returns the messages of the new conversation."""
+    await server.post(CONVERSATIONS, id=conversation)
+    path = f"{CONVERSATIONS}/{conversation}/items"
+    listed: list[Any] = []
+    for items in requests:
+        page = await server.post(path, items=items)
+        listed += page["data"]
+    assert (await server.ask("GET", f"{path}?order=asc&limit=100"))["data"] == listed
+    assert len({item["id"] for item in listed}) == len(listed)
+    return list((await server.ask("GET", f"{CONVERSATIONS}/{conversation}"))["messages"])
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [user, function_call("a"), function_call("b"), output("a"), output("b"), REPLY],
+        [user, THOUGHT, REPLY, function_call("a"), function_call("b"), output("b"), REPLY, user],
+        [user, REPLY, REPLY, user],
+        [user, UNREADABLE, THOUGHT, UNREADABLE, function_call("a"), output("a"), UNREADABLE],
+    ],
+)
+def test_items_of_one_reply_may_come_in_several_requests(serve: Any, items: list[Any]) -> None:
+    """`OpenAIConversationsSession` sends at most 20 items at once."""
+
+    async def work() -> None:
+        async with serve() as server:
+            once = await added(server, "once", items)
+            for size in (1, 2, 3):
+                parts = [items[at : at + size] for at in range(0, len(items), size)]
+                assert await added(server, f"by {size}", *parts) == once
+            await server.chat("x", conversation="once", history="server")
+
+    run(work())
+
+
+def test_a_reply_that_a_model_began_keeps_its_ids(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            body = dict(input="hello", conversation=(await server.post(CONVERSATIONS))["id"])
+            reply = (await server.post(RESPONSES, **body))["output"][0]["id"]
+            path = f"{CONVERSATIONS}/{body['conversation']}/items"
+            call = (await server.post(path, items=[function_call("a"), output("a")]))["data"]
+            assert (await ids(server, body["conversation"]))[1:] == [
+                reply,
+                *(item["id"] for item in call),
+            ]
+            await server.ask("DELETE", f"{path}/{call[0]['id']}")
+            assert (await ids(server, body["conversation"]))[1:] == [reply, call[1]["id"]]
+
+    run(work())
+
+
+def test_calls_without_ids_have_one_each_over_several_requests(serve: Any) -> None:
+    async def work() -> None:
+        async with serve() as server:
+            requests = [[CODE], [CODE, user, CODE], [CODE], [{**CODE, "id": "c"}], [CODE]]
+            messages = await added(server, "c", *requests)
+            calls = [call["id"] for one in messages for call in one.get("tool_calls", ())]
+            results = [one["tool_call_id"] for one in messages if one["role"] == "tool"]
+            assert calls == results and len(set(calls)) == 6 and "c" in calls
+
+    run(work())
+
+
+def test_ids_that_clients_give_stay(serve: Any) -> None:
+    """Also those of calls whose result comes later."""
+
+    async def work() -> None:
+        async with serve() as server:
+            named = function_call("item_0"), output("item_0")
+            messages = await added(server, "c", [named[0]], [named[1], CODE], [CODE])
+            calls = [call["id"] for one in messages for call in one.get("tool_calls", ())]
+            assert calls[:2] == ["item_0", "item_1"]
+            assert messages[1]["tool_call_id"] == "item_0"
+            messages = await added(server, "d", [function_call("c")], [function_call("c")])
+            (both,) = messages
+            assert [call["id"] for call in both["tool_calls"]] == ["c", "c"]
+
+    run(work())
+
+
+def test_items_that_say_nothing_are_no_messages(serve: Any) -> None:
+    """What another provider encrypted, and items of its own tools."""
+
+    async def work() -> None:
+        async with serve() as server:
+            assert await added(server, "c", [UNREADABLE]) == []
+            assert await added(server, "d", [user, UNREADABLE, {"type": "web_search_call"}]) == [
+                user
+            ]
+            assert await added(server, "e", [{"type": "web_search_call"}], [user]) == [user]
+            plain = await server.post(RESPONSES, input=[user, user])
+            answer = await server.post(RESPONSES, input=[user, UNREADABLE, user])
+            assert answer["usage"] == plain["usage"]
+            refused = await server.post(RESPONSES, 400, input=[UNREADABLE])
+            assert "empty" in refused["error"]["message"]
+
+    run(work())
+
+
 @pytest.mark.usefixtures("histories_at")
 def test_a_turn_with_the_clients_history_that_an_edit_overtakes_is_a_branch(serve: Any) -> None:
     async def work() -> None:

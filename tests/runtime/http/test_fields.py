@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pensieve.runtime.frontend.body_base import with_whole_pairs
+from pensieve.runtime.frontend.body_base import MOST_UNKNOWN, with_whole_pairs
 from pensieve.runtime.http.settings import HTTPSettings
 from pensieve.runtime.messages import Submit
 from pensieve.scheduler.types import Request
@@ -113,6 +113,25 @@ def test_an_unknown_field_is_named(ask: Ask, path: str) -> None:
 def test_a_misspelt_own_field_is_refused(ask: Ask, path: str) -> None:
     response, _ = posted(ask, path, LENIENT, cache_slat="a")
     assert response.status_code == 400 and "did you mean cache_salt?" in response.text
+
+
+@pytest.mark.parametrize("path", GENERATE)
+@pytest.mark.parametrize("others", [15, 16, MOST_UNKNOWN - 1])
+def test_a_misspelt_own_field_is_refused_behind_others(ask: Ask, path: str, others: int) -> None:
+    """Only 16 ignored fields are named. With `history` ignored, a turn replaced what was stored."""
+    unknown = {f"x_{at}": 1 for at in range(others)}
+    response, requests = posted(ask, path, LENIENT, **unknown, histroy="server")
+    assert response.status_code == 400 and "did you mean history?" in response.text
+    assert not requests
+    response, _ = posted(ask, path, LENIENT, **unknown)
+    assert response.status_code == 200
+    assert response.headers[HEADER] == ", ".join([*unknown][:16])
+
+
+def test_the_comparisons_with_own_fields_are_bounded(ask: Ask) -> None:
+    unknown = {f"x_{at}": 1 for at in range(MOST_UNKNOWN + 1)}
+    response, _ = posted(ask, "/v1/responses", LENIENT, **unknown)
+    assert response.status_code == 400 and str(MOST_UNKNOWN) in response.text
 
 
 FUNCTIONS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in "ab"]

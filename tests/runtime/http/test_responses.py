@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
@@ -63,6 +64,26 @@ def test_the_prompt_of_a_response_is_counted(serve: Any) -> None:
             conversation = await server.post(CONVERSATIONS)
             refused = await server.post(path, 400, input="x", conversation=conversation["id"])
             assert refused["error"]["param"] == "conversation"
+
+    run(work())
+
+
+def test_references_lengthen_a_body_by_the_items_that_they_name(serve: Any) -> None:
+    """A reference is short, and one item may be named thousands of times."""
+
+    async def work() -> None:
+        async with serve(max_body_bytes=5000) as server:
+            (item,) = (await respond(server, input="hello"))["output"]
+            size = len(json.dumps(item))
+            reference = {"type": "item_reference", "id": item["id"]}
+            fits = [reference] * (5000 // size)
+            assert len(json.dumps(fits)) < 2500
+            await respond(server, input=fits)
+            for path in (RESPONSES, f"{RESPONSES}/input_tokens"):
+                requests = len(server.requests)
+                refused = await server.post(path, 413, input=[*fits, reference])
+                assert refused["error"]["param"] == "input"
+                assert len(server.requests) == requests
 
     run(work())
 
