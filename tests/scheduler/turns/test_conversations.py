@@ -102,8 +102,10 @@ def test_a_conversation_that_is_cut_keeps_its_times_and_the_claims_on_what_stays
     harness.turn(range(18), 2, "a")
     harness.fork("a", "b")
     harness.keep("a", 50.0, harness.now + 40.0)
-    before, log = conversation(harness, "a"), harness.logs["a"]
-    chunks, tail = before.chunks, before.tail
+    before = conversation(harness, "a")
+    log = harness.logs["a"]
+    chunks = before.chunks
+    tail = before.tail
     harness.cut("a", 10)
     after = conversation(harness, "a")
     assert after.tokens == log[:10] and after.chunks == chunks[:2]
