@@ -312,15 +312,16 @@ class RecentTurns:
 
 
 def characters(value: object) -> int:
-    """Returns how many characters the texts in a JSON value have, keys too."""
+    """Returns about how many characters a JSON value takes in memory: those of its texts, and some
+    for each number and container."""
     match value:
         case str():
             return len(value)
         case dict():
-            return sum(map(characters, value)) + sum(map(characters, value.values()))
+            return 8 + sum(map(characters, value)) + sum(map(characters, value.values()))
         case list() | tuple():
-            return sum(map(characters, value))
-    return 0
+            return 8 + sum(map(characters, value))
+    return 8
 
 
 def dialogue_keys(owner: str, messages: Sequence[Message]) -> list[bytes]:

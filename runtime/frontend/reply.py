@@ -313,6 +313,11 @@ class CompletionWriter:
         self._head = f'data: {head},"choices":[{{"index":'
         self._tail = '}],"usage":null}\n\n' if style.include_usage else "}]}\n\n"
 
+    @property
+    def shows_ids(self) -> bool:
+        """Whether the answer has the token ids of prompts and replies."""
+        return self._style.token_ids
+
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
         """The answer of a call that does not stream. With log probabilities this takes seconds for
         a long prompt or many choices. It may run in another thread."""

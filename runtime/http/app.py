@@ -151,7 +151,7 @@ class Answer(Response):
         """The answer of a call that does not stream, made in another thread if that may take
         long."""
         writer = self._call.writer
-        if not _is_long(replies):
+        if not _is_long(replies, writer.shows_ids):
             return JSONResponse(writer.whole(replies), headers=self._answer_headers)
         return await asyncio.to_thread(
             lambda: json_response(writer.whole(replies), self._answer_headers)
@@ -232,12 +232,14 @@ def _add_all(replies: Mapping[int, Reply], outputs: list[RowResult]) -> bool:
     return all(reply.finish is not None for reply in replies.values())
 
 
-def _is_long(replies: Sequence[Reply]) -> bool:
-    """True for log probabilities, of which one token may have 21, and for many tokens: the answer
-    may have the ids of all."""
+def _is_long(replies: Sequence[Reply], shows_ids: bool) -> bool:
+    """True if the answer has log probabilities, of which one token may have 21, or many tokens. It
+    has the prompts' ids only if it `shows_ids`."""
     if any(reply.logprobs or reply.prompt_logprobs for reply in replies):
         return True
-    tokens = sum(len(reply.request.prompt) + len(reply.tokens) for reply in replies)
+    tokens = sum(len(reply.tokens) for reply in replies)
+    if shows_ids:
+        tokens += sum(len(reply.request.prompt) for reply in replies)
     return tokens > MOST_TOKENS_HERE
 
 

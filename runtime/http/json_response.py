@@ -35,7 +35,7 @@ async def long_json_response(value: Any) -> Response:
 
 def pieces(value: Any, levels: int = DEEPEST) -> Iterator[str]:
     """The value's JSON, in pieces of a bounded number of values."""
-    if isinstance(value, dict) and value and levels:
+    if isinstance(value, dict) and value and levels and all(isinstance(k, str) for k in value):
         before = "{"
         for name, inner in value.items():
             yield f"{before}{_encode(name)}:"

@@ -87,14 +87,14 @@ def add_tokenize(app: FastAPI, ready: Ready, tokenizer: Tokenizer | None) -> Non
     async def detokenize(request: Request) -> Response:
         body = await read_body(DetokenizeBody, request)
         check_model(body.model, ready)
-        return await asyncio.to_thread(detokenized, needed(), body)
+        return await asyncio.to_thread(detokenized, body)
 
-    def detokenized(tokenizer: Tokenizer, body: DetokenizeBody) -> Response:
+    def detokenized(body: DetokenizeBody) -> Response:
         if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < ready.vocab_size:
             raise RequestError(
                 ErrorKind.INVALID, f"token ids are from 0 to {ready.vocab_size - 1}", "tokens"
             )
-        return json_response({"prompt": tokenizer.decode_all(body.tokens)})
+        return json_response({"prompt": needed().decode_all(body.tokens)})
 
 
 def _tokens(tokenizer: Tokenizer, body: TokenizeBody) -> list[int]:

@@ -63,7 +63,12 @@ def _on_rank(args: argparse.Namespace, work: Work, ranks: Ranks) -> int:
     )
     config = ranks.together(lambda: bench_config(args, engine, device))
     chunks, longest = ranks.smallest(config.gpu_kv_chunks, config.max_model_len)
-    config = replace(config, gpu_kv_chunks=chunks, max_model_len=longest)
+    batch = config.max_num_batched_tokens
+    if config.states is not None:
+        batch = of_one_row(batch, longest, config.chunk_tokens)
+    config = replace(
+        config, gpu_kv_chunks=chunks, max_model_len=longest, max_num_batched_tokens=batch
+    )
     with ranks.together(
         lambda: StepBench(
             device, engine, config, args.seconds, ranks.slowest, states=engine.state_shape
@@ -103,9 +108,16 @@ def bench_config(args: argparse.Namespace, engine: Engine, device: Device) -> Sc
         chunk_tokens=size,
         states=states,
     )
-    reserved = SchedulerConfig(max_model_len=1, **settings).reserved_chunks
+    reserved = SchedulerConfig(
+        max_model_len=1, max_num_batched_tokens=batch, **settings
+    ).reserved_chunks
     fits = (gpu_chunks - max(reserved, rows)) * size
     longest = max(1, min(longest, fits))
     if states is not None:
-        batch = min(batch, longest)  # it is one row
+        batch = of_one_row(batch, longest, size)
     return SchedulerConfig(max_model_len=longest, max_num_batched_tokens=batch, **settings)
+
+
+def of_one_row(batch: int, longest: int, chunk_tokens: int) -> int:
+    """Tokens of a full batch that is one row: contexts twice as long show what attention costs."""
+    return min(batch, max(chunk_tokens, longest // 2))

@@ -212,7 +212,8 @@ def _full_batches(bench: StepBench, say: Callable[[str], None]) -> Points:
     chunks = bench.config.max_num_batched_tokens // size
     batch = chunks * size
     one_row = bench.config.states is not None
-    contexts = _doubled(batch if one_row else size, bench.config.max_model_len)
+    longest = bench.config.max_model_len
+    contexts = _doubled(batch, longest, end=True) if one_row else _doubled(size, longest)
     say(f"{chunks} chunks at contexts of {contexts[0]} to {contexts[-1]} tokens")
     if one_row:
         return tuple(

@@ -324,10 +324,12 @@ class Conversations:
     ) -> None:
         """As `delete`, but the conversation goes on with the first `kept` tokens of `others`, at
         most `shared` of them, as far as its own log begins with them. It keeps its TTL, its pin,
-        and its claims on their full chunks; nothing is left to claim before `context_start`.
+        the time of its next turn, and its claims on their full chunks; nothing is left to claim
+        before `context_start`.
         """
         gone = self._get(conversation_id)
         kept = common_prefix(gone.tokens[:kept], others[:kept]) if salt == gone.salt else 0
+        expected = self.expected.time(conversation_id)
         self._detach(conversation_id)
         if kept > gone.context_start:
             full = kept // self._chunk_tokens
@@ -340,6 +342,7 @@ class Conversations:
             self._by_id[conversation_id] = rest
             self._take_log(conversation_id, rest, gone.salt, log, now)
             self._change_claims(rest)
+            self.expected.set(conversation_id, expected)
         self._deletions.begin(self._delete(gone, shared, others, salt))
 
     def _delete(

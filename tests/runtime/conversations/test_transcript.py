@@ -435,35 +435,35 @@ def test_recent_turns_are_found_by_their_longest_beginning_and_by_nobody_else():
 
 
 def test_recent_turns_are_bounded_and_the_oldest_go_first_leaves_before_roots():
-    recent = RecentTurns(most_tokens=100)
+    recent = RecentTurns(most_tokens=1000)
     dialogues = [[user(str(number)), assistant("x")] for number in range(20)]
     for dialogue in dialogues:
-        recent.add(dialogue_keys("", dialogue), plain_turn(None, dialogue))
+        recent.add(dialogue_keys("", dialogue), plain_turn(None, dialogue, 100))
     assert [recent.find(dialogue_keys("", dialogue)) is not None for dialogue in dialogues] == [
         False
     ] * 10 + [True] * 10
     root = recent.find(dialogue_keys("", dialogues[10]))
     longer = [*dialogues[10], user("y"), assistant("z")]
-    recent.add(dialogue_keys("", longer), plain_turn(root, longer, 30))
+    recent.add(dialogue_keys("", longer), plain_turn(root, longer, 300))
     assert (
         recent.find(dialogue_keys("", dialogues[10])) is root
         and recent.find(dialogue_keys("", longer)) is not root
     )
     for number in range(30, 37):
         dialogue = [user(str(number)), assistant("x")]
-        recent.add(dialogue_keys("", dialogue), plain_turn(None, dialogue))
+        recent.add(dialogue_keys("", dialogue), plain_turn(None, dialogue, 100))
     assert recent.find(dialogue_keys("", dialogues[10])) is root
-    assert recent._tokens == sum(weight for _, weight in recent._turns.values()) == 100
+    assert recent._tokens == sum(weight for _, weight in recent._turns.values()) == 1000
 
 
 def test_recent_turns_count_messages_that_the_template_leaves_out():
-    recent = RecentTurns(most_tokens=100)
+    recent = RecentTurns(most_tokens=1000)
     dialogues = [
-        [user(f"{number}"), assistant("x") | {"reasoning_content": "t" * 120}]
+        [user(f"{number}"), assistant("x") | {"reasoning_content": "t" * 1600}]
         for number in range(4)
     ]
     for dialogue in dialogues:
-        recent.add(dialogue_keys("", dialogue), plain_turn(None, dialogue))
+        recent.add(dialogue_keys("", dialogue), plain_turn(None, dialogue, 100))
     assert [recent.find(dialogue_keys("", dialogue)) is not None for dialogue in dialogues] == [
         False,
         False,
@@ -472,21 +472,21 @@ def test_recent_turns_count_messages_that_the_template_leaves_out():
     ]
     longer = [*dialogues[3], user("y"), assistant("z")]
     past = recent.find(dialogue_keys("", longer))
-    recent.add(dialogue_keys("", longer), plain_turn(past, longer, 30))
+    recent.add(dialogue_keys("", longer), plain_turn(past, longer, 300))
     assert recent.find(dialogue_keys("", dialogues[2])) is None
-    assert recent._tokens == sum(weight for _, weight in recent._turns.values()) <= 100
+    assert recent._tokens == sum(weight for _, weight in recent._turns.values()) <= 1000
 
 
 @pytest.mark.parametrize(
     ("value", "count"),
     [
         ("four", 4),
-        ({"role": "user", "content": None}, 15),
-        ([{"a": ["b", "cd"]}, {"a": {"e": 1.5}}], 6),
-        ((), 0),
+        ({"role": "user", "content": None}, 8 + 15 + 8),
+        ([{"a": ["b", "cd"]}, {"a": {"e": 1.5}}], 5 * 8 + 6 + 8),
+        ((), 8),
     ],
 )
-def test_characters_are_those_of_all_texts_and_keys(value, count):
+def test_characters_are_those_of_all_texts_and_keys_and_some_for_the_rest(value, count):
     assert characters(value) == count
 
 

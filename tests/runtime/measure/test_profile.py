@@ -20,6 +20,7 @@ from pensieve.builder.manifest import Manifest
 from pensieve.runtime.device.cpu import CpuDevice
 from pensieve.runtime.engine import open_engine
 from pensieve.runtime.executor import GROUP_LAYERS
+from pensieve.runtime.launch.profiling import bench_config
 from pensieve.runtime.measure import profile as profile_module
 from pensieve.runtime.measure.profile import (
     PROFILE,
@@ -35,7 +36,7 @@ from pensieve.scheduler.config import SchedulerConfig, SchedulerSettings
 from pensieve.scheduler.cost_estimate import analytic_profile
 from pensieve.scheduler.sim.simulator import Session, SessionTurn, simulate
 from pensieve.scheduler.types import SettingError
-from pensieve.scripts.profile_engine import main
+from pensieve.scripts.profile_engine import main, parser
 from tests.models import QWEN3_5_SHAPE
 from tests.runtime.fake_engine import FakeEngine
 
@@ -147,14 +148,21 @@ def test_a_hybrid_is_measured_with_its_states(tmp_path, longest, capsys):
     words += ["--engine", tmp_path / "engine", "--chunk-tokens", CHUNK, "--seconds", "0.01"]
     assert main([*map(str, words)]) == 0, capsys.readouterr()
     profile = Profile.read(tmp_path / "engine" / PROFILE)
-    batch = min(128, longest)
+    batch = min(128, longest // 2)
     assert profile.max_num_batched_tokens == batch
     contexts = [context for context, _ in profile.measured.full_batches]
-    assert contexts == ([64, 192] if longest == 256 else [32])
+    assert contexts == ([64, 192] if longest == 256 else [16, 48])
     assert profile.measured.steps[-1][0] == batch
     assert profile.measured.generation[-1][:2] == (3, longest)
     engine = open_engine(tmp_path / "engine")
     assert load_profile(tmp_path / "engine", engine, CHUNK) == profile.cost
+
+
+def test_more_seats_than_the_default_batch_are_measured(directory, engine):
+    words = ["--engine", str(directory), "--max-num-seqs", "1100"]
+    args = parser().parse_args([*words, "--max-num-batched-tokens", "1200"])
+    config = bench_config(args, engine, CpuDevice())
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (1100, 1200)
 
 
 # Batches: each slot is written by one row only, and no other row reads it.

@@ -102,6 +102,7 @@ def test_a_conversation_that_is_cut_keeps_its_times_and_the_claims_on_what_stays
     harness.turn(range(18), 2, "a")
     harness.fork("a", "b")
     harness.keep("a", 50.0, harness.now + 40.0)
+    harness.scheduler.conversations.expected.set("a", harness.now + 30.0)
     before = conversation(harness, "a")
     log = harness.logs["a"]
     chunks = before.chunks
@@ -110,6 +111,7 @@ def test_a_conversation_that_is_cut_keeps_its_times_and_the_claims_on_what_stays
     after = conversation(harness, "a")
     assert after.tokens == log[:10] and after.chunks == chunks[:2]
     assert (after.ttl, after.pinned_until) == (50.0, before.pinned_until)
+    assert harness.scheduler.conversations.expected.time("a") == harness.now + 30.0
     assert [(chunk.claims, chunk.pins) for chunk in chunks] == [(2, 1), (2, 1), (1, 0), (1, 0)]
     assert not tail.resident
     harness.delete("b")
