@@ -83,8 +83,8 @@ def with_messages(
 
 
 def _with_free_ids(messages: Sequence[Message], new: Sequence[Message]) -> list[Message]:
-    """The new messages with other ids for calls that have the id of their place in the request, if
-    a call of the dialogue has it too."""
+    """The new messages with other ids for calls whose id has the form of `place_id`, also one that
+    the client chose, if a call of the dialogue has the same id."""
     taken = {call["id"] for message in messages for call in message.get("tool_calls", ())}
     used = taken.union(call["id"] for message in new for call in message.get("tool_calls", ()))
     free = (id for number in count(len(messages)) if (id := place_id(number)) not in used)

@@ -367,9 +367,9 @@ def says_nothing(item: Item | LeftOut) -> bool:
 
 
 def messages_of(items: Sequence[Item | LeftOut]) -> list[Message]:
-    """The messages of a dialogue, in which no item is a reference. Items of replies in a row are
-    one message, except that each of two message items in a row is one. Those that say nothing are
-    none."""
+    """The messages of a dialogue, in which no item is a reference. Items of replies in a row become
+    one message; a second message item begins another one. A reply without text, thoughts and calls
+    becomes no message."""
     messages: list[Message] = []
     reply: list[Item] = []
     for item in items:
